@@ -372,6 +372,9 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     except (ImportError, AssertionError) as error:
         # timm lists optimizers of packages that need not be there (apex, bitsandbytes).
         raise RecipeError(f"--opt {args.opt!r} is not available here ({one_line(error)}); name another") from error
+    except ValueError as error:
+        settings = f"--lr {args.lr} --weight-decay {args.weight_decay} --momentum {args.momentum}"
+        raise RecipeError(f"--opt {args.opt!r} does not take {settings} ({one_line(error)}); change those") from error
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -592,11 +595,16 @@ def versions() -> dict[str, str]:
     )
 
 
+def interrupt(number: int, _: Any) -> NoReturn:
+    """Handles a signal as Ctrl-C is handled, so that the clean-up runs."""
+    raise KeyboardInterrupt(number)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the recipe and turns expected errors into one line and a status."""
     args = parse_args(argv)
-    # So that a launcher's SIGTERM runs the clean-up of half-written folders too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # Launchers end their processes with SIGTERM, which would leave a half-written folder.
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         run(args)
     except ImageDecodeError as error:
@@ -606,9 +614,9 @@ def main(argv: list[str] | None = None) -> int:
     except RecipeError as error:
         report(str(error))
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         report("interrupted; nothing was written")
-        return 128 + signal.SIGINT
+        return 128 + (stop.args[0] if stop.args else signal.SIGINT)
     return 0
 
 
