@@ -10,3 +10,12 @@ Scale = Literal["l2", "rms"]
 
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 """torch's padding modes of convolutions."""
+
+Activation = Literal["none", "relu"]
+"""What a convolution applies to its output."""
+
+AttentionCorrection = Literal["none", "projection", "separable", "logit", "exact"]
+"""How attention logits are corrected: the table in :func:`affdiv_zoo.functional.corrected_attention_logits`."""
+
+RadialKind = Literal["l2", "soft"]
+"""x / ||x||, or x / sqrt(||x||^2 + 1)."""

@@ -1,12 +1,15 @@
 """PatchNorm convolutions over :mod:`affdiv_zoo.functional`."""
 
 import math
+from typing import get_args
 
+import torch
 from torch import Tensor, nn
 
-from affdiv_zoo._checks import check_length, check_options
+from affdiv_zoo import _plain
+from affdiv_zoo._checks import check_choice, check_length, check_options
 from affdiv_zoo.functional import patch_norm_conv
-from affdiv_zoo.types import Correction, PaddingMode, Scale
+from affdiv_zoo.types import Activation, Correction, PaddingMode, Scale
 
 __all__ = ["PatchNormConv1d", "PatchNormConv2d", "PatchNormConv3d"]
 
@@ -32,12 +35,15 @@ class _PatchNormConv(nn.modules.conv._ConvNd):
         center: bool = False,
         scale: Scale = "rms",
         eps: float = 1e-6,
+        act: Activation = "none",
     ) -> None:
         check_options(correction, scale, eps)
+        check_choice("act", act, get_args(Activation))
         self.correction = correction
         self.center = center
         self.scale = scale
         self.eps = eps
+        self.act = act
         super().__init__(
             in_channels,
             out_channels,
@@ -63,6 +69,7 @@ class _PatchNormConv(nn.modules.conv._ConvNd):
         center: bool = False,
         scale: Scale = "rms",
         eps: float = 1e-6,
+        act: Activation = "none",
     ) -> "_PatchNormConv":
         """Turns a plain convolution into this class in place: its identity, weights, device, hooks and name survive.
 
@@ -73,6 +80,7 @@ class _PatchNormConv(nn.modules.conv._ConvNd):
             center: As in the constructor.
             scale: As in the constructor.
             eps: As in the constructor.
+            act: As in the constructor.
 
         Returns:
             ``conv``, now of this class. Its weights are as they were: call ``reset_parameters`` for ours.
@@ -84,9 +92,10 @@ class _PatchNormConv(nn.modules.conv._ConvNd):
         if type(conv) is not cls.__mro__[2]:
             raise TypeError(f"conv is a {type(conv).__name__}, expected exactly {cls.__mro__[2].__name__}")
         check_options(correction, scale, eps)
+        check_choice("act", act, get_args(Activation))
         check_length(conv.weight[0].numel(), center, "in_channels / groups * prod(kernel_size)")
         conv.__class__ = cls
-        conv.correction, conv.center, conv.scale, conv.eps = correction, center, scale, eps
+        conv.correction, conv.center, conv.scale, conv.eps, conv.act = correction, center, scale, eps, act
         if bias and conv.bias is None:
             conv.bias = nn.Parameter(conv.weight.new_zeros(conv.out_channels), requires_grad=conv.weight.requires_grad)
         return conv
@@ -98,7 +107,25 @@ class _PatchNormConv(nn.modules.conv._ConvNd):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The corrected convolution of ``input``, plus ``residual``, through the activation."""
+        if torch.jit.is_scripting():
+            return _plain.patch_norm_conv(
+                input,
+                self.weight,
+                self.bias,
+                list(self.stride),
+                self._reversed_padding_repeated_twice,
+                list(self.dilation),
+                self.groups,
+                self.padding_mode,
+                self.correction,
+                self.center,
+                self.scale,
+                self.eps,
+                self.act,
+                residual,
+            )
         return patch_norm_conv(
             input,
             self.weight,
@@ -112,10 +139,13 @@ class _PatchNormConv(nn.modules.conv._ConvNd):
             center=self.center,
             scale=self.scale,
             eps=self.eps,
+            act=self.act,
+            residual=residual,
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, correction={self.correction}, center={self.center}, scale={self.scale}"
+        act = "" if self.act == "none" else f", act={self.act}"
+        return f"{super().extra_repr()}, correction={self.correction}, center={self.center}, scale={self.scale}{act}"
 
 
 _DOC = r"""PatchNorm: a :class:`torch.nn.Conv{d}d` whose map on every patch x of n entries is corrected.
@@ -134,6 +164,9 @@ _DOC = r"""PatchNorm: a :class:`torch.nn.Conv{d}d` whose map on every patch x of
         center: The map sees x - mean(x) (ours). Needs n >= 2.
         scale: ``"l2"`` (the paper), or ``"rms"`` (ours): times sqrt(n + 1), or sqrt(n).
         eps: Added to ||x||^2 where no 1 is.
+        act: ``"relu"`` to return relu(z) in one step, with less memory than a ReLU module after the layer.
+
+    Called with a second tensor of the output's shape, the layer returns z + residual, or relu(z + residual).
 
     Shapes: those of :class:`torch.nn.Conv{d}d`, dtype kept.
 

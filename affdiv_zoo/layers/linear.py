@@ -2,8 +2,10 @@
 
 import math
 
+import torch
 from torch import Tensor, nn
 
+from affdiv_zoo import _plain
 from affdiv_zoo._checks import check_length, check_options
 from affdiv_zoo.functional import corrected_linear
 from affdiv_zoo.types import Correction, Scale
@@ -55,6 +57,46 @@ class CorrectedLinear(nn.Linear):
         self.eps = eps
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
 
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        *,
+        bias: bool = True,
+        correction: Correction = "affine",
+        center: bool = False,
+        scale: Scale = "rms",
+        eps: float = 1e-6,
+    ) -> "CorrectedLinear":
+        """Turns a plain linear layer into this class in place: its identity, weights, device, hooks and name survive.
+
+        Args:
+            linear: The ``nn.Linear``.
+            bias: Give it a bias (zero) if it has none: the affine-like map needs one.
+            correction: As in the constructor.
+            center: As in the constructor.
+            scale: As in the constructor.
+            eps: As in the constructor.
+
+        Returns:
+            ``linear``, now of this class. Its weights are as they were: call ``reset_parameters`` for ours.
+
+        Raises:
+            TypeError: ``linear`` is no ``nn.Linear``, or is corrected already.
+            ValueError: An option is unknown, or there is nothing to centre.
+        """
+        if not isinstance(linear, nn.Linear) or isinstance(linear, CorrectedLinear):
+            raise TypeError(f"linear is a {type(linear).__name__}, expected a plain Linear")
+        check_options(correction, scale, eps)
+        check_length(linear.in_features, center, "in_features")
+        linear.__class__ = cls
+        linear.correction, linear.center, linear.scale, linear.eps = correction, center, scale, eps
+        if bias and linear.bias is None:
+            linear.bias = nn.Parameter(
+                linear.weight.new_zeros(linear.out_features), requires_grad=linear.weight.requires_grad
+            )
+        return linear
+
     def reset_parameters(self) -> None:
         """W ~ N(0, 1) under the paper's scale, N(0, 1 / in_features) otherwise; b = 0."""
         unit = self.scale == "l2" and self.correction in ("affine", "norm")
@@ -63,6 +105,10 @@ class CorrectedLinear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return _plain.corrected_linear(
+                input, self.weight, self.bias, self.correction, self.center, self.scale, self.eps
+            )
         return corrected_linear(
             input,
             self.weight,

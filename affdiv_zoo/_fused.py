@@ -1,0 +1,263 @@
+"""The corrected maps as single autograd nodes, which save only what their backward passes cannot do without.
+
+With q = ||x||^2 + 1 (or + eps), r = q^(-1/2) and z = s r u, where u = W x + b (affine-like) or W x (norm-like):
+
+    dL/du = s r g,      dL/dx = W^T dL/du - r^2 <g, z> x,
+
+where <g, z> runs over the outputs that share the divisor. So the node needs z itself (which the next layer keeps anyway)
+and r, one number per patch, but neither u nor the squares. Centred, x stands for x - mean(x). For convolutions the sum
+over the patches that a pixel belongs to is the transposed box sum.
+
+A second derivative is taken through the plain operations (``_plain``).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from affdiv_zoo import _plain
+from affdiv_zoo._plain import SHRINK
+
+
+def usable() -> bool:
+    """Whether a node can run here: what traces or transforms functions wants plain operations."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def _grad_of_plain(plain: Callable[..., Tensor], tensors: list[Tensor | None], g: Tensor) -> list[Tensor | None]:
+    """The gradients of ``plain(*tensors)`` with a graph of their own, for second derivatives."""
+    with torch.enable_grad():
+        inputs = [t for t in tensors if t is not None and t.requires_grad]
+        grads = iter(torch.autograd.grad(plain(*tensors), inputs, g, create_graph=True))
+    return [next(grads) if t is not None and t.requires_grad else None for t in tensors]
+
+
+class CorrectedLinear(torch.autograd.Function):
+    """``_plain.corrected_linear`` for "affine", "norm" and "gradient"; saves input, weight, bias and r."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        correction: str,
+        center: bool,
+        scale: str,
+        eps: float,
+    ) -> Tensor:
+        x = _plain.widen(input)
+        x = x - x.mean(-1, keepdim=True) if center else x
+        plus = _plain.floor(correction, bias is not None, eps)
+        r = _plain.inverse_norm(_plain.sum_of_squares(x, -1), plus)
+        s = _plain.length_scale(correction, bias is not None, scale, weight.shape[1])
+        if correction == "gradient":
+            z = F.linear(x.to(input.dtype), weight, bias)
+        else:
+            augmented = bias is not None and correction == "affine"
+            z = F.linear((x * (s * r)).to(input.dtype), weight, None if augmented else bias)
+            if augmented:
+                z = z.addcmul_((s * r).to(z.dtype), bias)
+        ctx.save_for_backward(input, weight, bias, r)
+        ctx.options = correction, center, scale, eps
+        ctx.s = s
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, bias, r = ctx.saved_tensors
+        correction, center, scale, eps = ctx.options
+        if torch.is_grad_enabled():
+            plain = lambda x, w, b: _plain.corrected_linear(x, w, b, *ctx.options)  # noqa: E731
+            return (*_grad_of_plain(plain, [input, weight, bias], g), None, None, None, None)
+
+        x = _plain.widen(input)
+        x = x - x.mean(-1, keepdim=True) if center else x
+        need_x, need_w, need_b = ctx.needs_input_grad[:3]
+        gx = gw = gb = None
+        rows = g.reshape(-1, g.shape[-1])
+        if correction == "gradient":
+            rows_for_params = rows * r.reshape(-1, 1).square().to(g.dtype)
+            if need_w:
+                gw = rows_for_params.t() @ x.to(g.dtype).reshape(-1, x.shape[-1])
+            if need_b:
+                gb = rows_for_params.sum(0)
+            if need_x:
+                gx = _plain.widen(g @ weight)
+        else:
+            unit = x * (ctx.s * r)  # s x / ||x||
+            augmented = bias is not None and correction == "affine"
+            if need_w:
+                gw = rows.t() @ unit.to(g.dtype).reshape(-1, x.shape[-1])
+            if need_b:
+                gb = (ctx.s * r).to(g.dtype).reshape(-1) @ rows if augmented else rows.sum(0)
+            if need_x:
+                gx = _plain.widen(g @ weight)
+                dot = torch.linalg.vecdot(gx, unit).unsqueeze(-1)  # <g, z>, over the part that is divided
+                if augmented:
+                    dot = dot + ctx.s * r * _plain.widen(g @ bias).unsqueeze(-1)
+                gx = gx.mul_(ctx.s * r).addcmul_(unit, dot * r, value=-1 / ctx.s)
+        if need_x:
+            gx = (gx - gx.mean(-1, keepdim=True) if center else gx).to(input.dtype)
+        return gx, gw, gb, None, None, None, None
+
+
+class PatchNormConv(torch.autograd.Function):
+    """``_plain.patch_norm_conv`` of a padded input, for "affine", "norm" and "gradient".
+
+    Saves input, weight, output and r; also the bias (norm), the patch means (centred) and the residual, if there are any.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+        correction: str,
+        center: bool,
+        scale: str,
+        eps: float,
+        act: str,
+    ) -> Tensor:
+        x, w = _plain.as_computed(input), _computed_weight(weight, center)
+        b = None if bias is None else _plain.as_computed(bias)
+        geometry = (stride, padding, dilation)
+        kernel = list(w.shape[2:])
+        shrunk, mean = _patch_sqnorm(x, kernel, *geometry, groups, center)
+        r = _plain.inverse_norm(shrunk, _plain.floor(correction, b is not None, eps))
+        s = _plain.length_scale(correction, b is not None, scale, w[0].numel())
+        if correction == "gradient":
+            z = _plain.conv(x, w, b, *geometry, groups)
+        else:
+            inside = b if correction == "affine" else None
+            z = _plain.conv(x, w, inside, *geometry, groups).mul_(_plain.per_channel(s * r, w.shape[0]))
+            if b is not None and inside is None:
+                z.add_(b.view(-1, *[1] * len(kernel)))
+        if residual is not None:
+            z.add_(residual)
+        if act == "relu":
+            z.relu_()
+        z = z.to(input.dtype)
+        # What <g, z> needs is z before the residual and the norm-like map's bias were added: both are taken off again.
+        keep_z = act == "relu" or correction != "gradient"
+        ctx.save_for_backward(
+            input, weight, bias, residual if correction != "gradient" else None, z if keep_z else None, r, mean
+        )
+        ctx.geometry = (stride, padding, dilation, groups)
+        ctx.options = (correction, center, scale, eps, act)
+        ctx.s = s
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, bias, residual, z, r, mean = ctx.saved_tensors
+        stride, padding, dilation, groups = ctx.geometry
+        correction, center, scale, eps, act = ctx.options
+        nones = (None,) * 9
+        if torch.is_grad_enabled():
+            return (*_grad_of_plain(lambda *t: _plain_conv(ctx, *t), [input, weight, bias, residual], g), *nones)
+
+        need_x, need_w, need_b, need_residual = ctx.needs_input_grad[:4]
+        x, w, out = _plain.as_computed(input), _computed_weight(weight, center), weight.shape[0]
+        kernel = list(w.shape[2:])
+        if act == "relu":
+            g = torch.ops.aten.threshold_backward(g, z, 0)
+        g_residual = g if need_residual else None
+        g = _plain.as_computed(g)
+        geometry = ([out], stride, padding, dilation, False, [0] * len(kernel), groups)
+        backward = torch.ops.aten.convolution_backward
+        if correction == "gradient":
+            gx = backward(g, x, w, *geometry, [need_x, False, False])[0]
+            g = (g * _plain.per_channel(r.square(), out)).to(g.dtype)
+            _, gw, gb = backward(g, x, w, *geometry, [False, need_w, need_b])
+        else:
+            if need_x:
+                y = _plain.as_computed(z)
+                y = y if residual is None else y - residual
+                y = y - bias.view(-1, *[1] * len(kernel)) if bias is not None and correction == "norm" else y
+                dot = _dot(g, y, groups).mul_((r / SHRINK**0.5).square_())  # 1 / SHRINK: r^2 may underflow
+            gb = g.sum([0, *range(2, g.dim())]) if need_b and correction == "norm" else None
+            g = g * _plain.per_channel(ctx.s * r, out)
+            g = g.to(w.dtype)
+            need_conv_b = need_b and correction != "norm"
+            gx, gw, gb_conv = backward(g, x, w, *geometry, [need_x, need_w, need_conv_b])
+            gb = gb_conv if need_conv_b else gb
+            if need_x:
+                box = (list(x.shape[2:]), kernel, stride, padding, dilation)
+                grouped = gx.unflatten(1, (groups, -1))
+                grouped.addcmul_(
+                    x.unflatten(1, (groups, -1)), _box_sum_transposed(dot, *box).unsqueeze(2), value=-SHRINK
+                )
+                if center:
+                    grouped.add_(_box_sum_transposed(dot * mean, *box).unsqueeze(2), alpha=SHRINK)
+        if need_w and center:
+            gw = _plain.center_rows(gw)
+        return (
+            gx if gx is None else gx.to(input.dtype),
+            gw if gw is None else gw.to(weight.dtype),
+            gb if gb is None else gb.to(weight.dtype),
+            g_residual,
+            *nones,
+        )
+
+
+def _plain_conv(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None) -> Tensor:
+    """The node's map in plain operations."""
+    stride, padding, dilation, groups = ctx.geometry
+    return _plain.patch_norm_conv(x, w, b, stride, _plain.both_sides(padding), dilation, groups, "zeros", *ctx.options, residual)
+
+
+def _computed_weight(weight: Tensor, center: bool) -> Tensor:
+    """The weight as the convolution takes it; made again for the backward pass, since a copy would be kept till then."""
+    weight = _plain.as_computed(weight)
+    return _plain.center_rows(weight) if center else weight
+
+
+def _patch_sqnorm(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, center: bool
+) -> tuple[Tensor, Tensor | None]:
+    """``_plain.patch_sqnorm`` and the patches' means, with one temporary of the input's size."""
+    if not center:
+        return _plain.patch_sqnorm(x, kernel, stride, padding, dilation, groups, False), None
+    x = _plain.widen(x).unflatten(1, (groups, -1))
+    mean = x.mean(2, keepdim=True)
+    squares = x - mean
+    torch.addcmul(x.new_zeros(()), squares, squares, value=SHRINK, out=squares)
+    return _plain.centered_box(squares.sum(2), mean.squeeze(2), x.shape[2], kernel, stride, padding, dilation)
+
+
+def _dot(g: Tensor, z: Tensor, groups: int) -> Tensor:
+    """<g, z> over each group's channels, in float32 at least: ``(batch, groups, *output)``."""
+    if groups == 1:
+        return torch.linalg.vecdot(_plain.widen(g), _plain.widen(z), dim=1).unsqueeze(1)
+    return (_plain.widen(g) * z).unflatten(1, (groups, -1)).sum(2)
+
+
+def _box_sum_transposed(
+    x: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """The transpose of ``_plain.box_sum``: every position's number added to all pixels of its window."""
+    for d in reversed(range(len(kernel))):
+        dim = d + 2
+        shape = list(x.shape)
+        shape[dim] = size[d] + 2 * padding[d]
+        total = x.new_zeros(shape)
+        end = (x.shape[dim] - 1) * stride[d] + 1
+        for j in range(kernel[d]):
+            torch.ops.aten.slice(total, dim, j * dilation[d], j * dilation[d] + end, stride[d]).add_(x)
+        x = total.narrow(dim, padding[d], size[d])
+    return x

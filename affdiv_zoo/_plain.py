@@ -1,0 +1,218 @@
+"""The corrected maps in differentiable torch operations, and the parts they are made of.
+
+Autograd, torch.compile, torch.export, TorchScript and ``torch.func`` all understand these. ``_fused`` computes the same
+with less memory; ``functional`` chooses. The arguments are checked and in normal form here: lists, ``F.pad``'s padding.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Squares are summed times SHRINK, so that float32 holds ||x|| up to 3e26 and not only up to 2e19. What this pushes below
+# the smallest float32, x < 2e-12, cannot be seen beside the 1 (or the eps) that the sum is added to.
+# (Default arguments pass it on, because TorchScript cannot read it here.)
+SHRINK = 2.0**-48
+
+
+def corrected_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, correction: str, center: bool, scale: str, eps: float
+) -> Tensor:
+    """:func:`affdiv_zoo.functional.corrected_linear`."""
+    x = widen(input)
+    if center:
+        x = x - x.mean(-1, keepdim=True)
+    if correction == "none":
+        return F.linear(x.to(input.dtype), weight, bias)
+    shrunk = sum_of_squares(x, -1)
+    plus = floor(correction, bias is not None, eps)
+    if correction == "gradient":
+        x = x.to(input.dtype)
+        return scale_param_grads(
+            F.linear(x, weight.detach(), None if bias is None else bias.detach()),
+            F.linear(x.detach(), weight, bias),
+            inverse_norm(shrunk, plus).square(),
+        )
+    sr = inverse_norm(shrunk, plus) * length_scale(correction, bias is not None, scale, weight.shape[1])
+    # Dividing x and not W x + b: half types cannot overflow in the product, and x is usually the smaller of the two.
+    if correction == "norm" or bias is None:
+        return F.linear((x * sr).to(input.dtype), weight, bias)
+    return F.linear((x * sr).to(input.dtype), weight) + (sr * bias).to(input.dtype)
+
+
+def patch_norm_conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    pad: list[int],
+    dilation: list[int],
+    groups: int,
+    padding_mode: str,
+    correction: str,
+    center: bool,
+    scale: str,
+    eps: float,
+    act: str,
+    residual: Tensor | None,
+) -> Tensor:
+    """:func:`affdiv_zoo.functional.patch_norm_conv` of a batch."""
+    x, weight, bias = as_computed(input), as_computed(weight), None if bias is None else as_computed(bias)
+    x, padding = pad_input(x, pad, padding_mode)
+    if center:
+        weight = center_rows(weight)
+    if correction == "none":
+        z = conv(x, weight, bias, stride, padding, dilation, groups)
+    else:
+        out = weight.shape[0]
+        shrunk = patch_sqnorm(x, weight.shape[2:], stride, padding, dilation, groups, center)
+        plus = floor(correction, bias is not None, eps)
+        if correction == "gradient":
+            z = scale_param_grads(
+                conv(x, weight.detach(), None if bias is None else bias.detach(), stride, padding, dilation, groups),
+                conv(x.detach(), weight, bias, stride, padding, dilation, groups),
+                per_channel(inverse_norm(shrunk, plus).square(), out),
+            )
+        else:
+            n = weight.shape[1] * weight[0, 0].numel()
+            sr = inverse_norm(shrunk, plus) * length_scale(correction, bias is not None, scale, n)
+            inside = bias if correction == "affine" else None
+            z = conv(x, weight, inside, stride, padding, dilation, groups) * per_channel(sr, out)
+            if bias is not None and inside is None:
+                z = z + bias.view([-1] + [1] * (weight.dim() - 2))
+    if residual is not None:
+        z = z + residual
+    if act == "relu":
+        z = F.relu(z)
+    return z.to(input.dtype)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Half types to float32; float32 and float64 as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def as_computed(x: Tensor) -> Tensor:
+    """float16 to float32, since W x overflows float16 before it can be divided; the others as they are."""
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def sum_of_squares(x: Tensor, dim: int, shrink: float = SHRINK) -> Tensor:
+    """SHRINK times the sum of squares over ``dim``, which is kept."""
+    return torch.addcmul(x.new_zeros([]), x, x, value=shrink).sum(dim, keepdim=True)
+
+
+def floor(correction: str, bias: bool, eps: float) -> float:
+    """What is added to ||x||^2: the augmented vector's 1 where there is a bias to augment with, else eps."""
+    return 1.0 if bias and correction != "norm" else eps
+
+
+def inverse_norm(shrunk: Tensor, plus: float, shrink: float = SHRINK) -> Tensor:
+    """1 / sqrt(||x||^2 + plus), from SHRINK ||x||^2."""
+    return torch.rsqrt(shrunk + shrink * plus) * math.sqrt(shrink)
+
+
+def length_scale(correction: str, bias: bool, scale: str, n: int) -> float:
+    """s of ``scale="rms"``: the square root of the augmented vector's length, for x of length n."""
+    if scale != "rms":
+        return 1.0
+    return math.sqrt(n + 1 if bias and correction == "affine" else n)
+
+
+def scale_param_grads(for_input: Tensor, for_params: Tensor, factor: Tensor) -> Tensor:
+    """The value of ``for_input``; gradients flow to it as they are, and to ``for_params`` times ``factor``."""
+    return for_input + (for_params - for_params.detach()) * factor.detach().to(for_params.dtype)
+
+
+def center_rows(weight: Tensor) -> Tensor:
+    """The rows of W less their means: W (x - mean(x)) is this applied to x."""
+    return weight - weight.flatten(1).mean(1).view([-1] + [1] * (weight.dim() - 1))
+
+
+def patch_sqnorm(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, center: bool
+) -> Tensor:
+    """SHRINK times the squared norm of every patch, ``(batch, groups, *output)``."""
+    x = widen(x).unflatten(1, [groups, x.shape[1] // groups])
+    if not center:
+        return box_sum(sum_of_squares(x, 2).squeeze(2), kernel, stride, padding, dilation)
+    mean = x.mean(2, keepdim=True)
+    within = sum_of_squares(x - mean, 2).squeeze(2)
+    return centered_box(within, mean.squeeze(2), x.shape[2], kernel, stride, padding, dilation)[0]
+
+
+def centered_box(
+    within: Tensor,
+    mean: Tensor,
+    channels: int,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    shrink: float = SHRINK,
+) -> tuple[Tensor, Tensor]:
+    """SHRINK ||patch - its mean||^2, and the patch's mean, from each pixel's mean and SHRINK (squares about that mean).
+
+    The part between pixels, sum m^2 - (sum m)^2 / k, loses its digits where the mean is large: hence float64 (which MPS
+    has not), on maps of one channel.
+    """
+    wide = torch.float32 if mean.device.type == "mps" else torch.float64
+    pixels = 1
+    for k in kernel:
+        pixels *= k
+    m = mean.to(wide)
+    patch_mean = box_sum(m, kernel, stride, padding, dilation) / pixels
+    squares = box_sum(within.to(wide) + (channels * shrink) * m * m, kernel, stride, padding, dilation)
+    total = squares - (channels * pixels * shrink) * patch_mean * patch_mean
+    return total.clamp(min=0.0).to(within.dtype), patch_mean.to(within.dtype)
+
+
+def box_sum(x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
+    """Sum over the kernel window around every output position, one dimension after the other."""
+    if max(padding) > 0:
+        x = F.pad(x, both_sides(padding))
+    for d in range(len(kernel)):
+        dim = d + 2
+        end = x.shape[dim] - dilation[d] * (kernel[d] - 1)
+        total = torch.ops.aten.slice(x, dim, 0, end, stride[d])
+        for j in range(1, kernel[d]):
+            total = total + torch.ops.aten.slice(x, dim, j * dilation[d], j * dilation[d] + end, stride[d])
+        x = total
+    return x
+
+
+def both_sides(padding: list[int]) -> list[int]:
+    """A convolution's padding in ``F.pad``'s order."""
+    pad: list[int] = []
+    for p in padding:
+        pad = [p, p] + pad  # TorchScript has no unpacking
+    return pad
+
+
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """``F.conv1d``, ``2d`` or ``3d`` by the weight's rank."""
+    return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+
+
+def per_channel(x: Tensor, out_channels: int) -> Tensor:
+    """``(batch, groups, *output)`` repeated to ``(batch, out_channels, *output)``; a single group broadcasts."""
+    return x if x.shape[1] == 1 else x.repeat_interleave(out_channels // x.shape[1], dim=1)
+
+
+def pad_input(x: Tensor, pad: list[int], padding_mode: str) -> tuple[Tensor, list[int]]:
+    """Pads what a convolution cannot pad by itself; returns its padding argument for the rest."""
+    left, right = pad[::2][::-1], pad[1::2][::-1]
+    if padding_mode == "zeros" and left == right:
+        return x, left
+    if max(pad) > 0:
+        x = F.pad(x, pad, "constant" if padding_mode == "zeros" else padding_mode)
+    return x, [0] * len(left)
