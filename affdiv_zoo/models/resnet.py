@@ -14,9 +14,11 @@ from timm.layers import DropPath, create_classifier, get_act_layer, get_norm_lay
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models._manipulate import checkpoint_seq
-from timm.models.resnet import BasicBlock, ResNet
+from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from affdiv_zoo.layers import PatchNormConv2d
+from affdiv_zoo.models._blocks import fuse_activations
+from affdiv_zoo.models._corrected import InitCorrected
 from affdiv_zoo.types import Correction, Scale
 
 __all__ = ["CifarResNet", "PatchNormCifarResNet", "PatchNormResNet"]  # register_model adds the entry points
@@ -30,9 +32,10 @@ def _use_patchnorm(model: nn.Module, correction: Correction, center: bool, scale
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             PatchNormConv2d.from_conv(module, correction=correction, center=center, scale=scale).reset_parameters()
+    fuse_activations(model)
 
 
-class PatchNormResNet(ResNet):
+class PatchNormResNet(InitCorrected, ResNet):
     """timm's ResNet with PatchNorm convolutions in place of every convolution and BatchNorm.
 
     Args:
@@ -177,13 +180,14 @@ class CifarResNet(ResNet):
         """Drops the stages behind the last chosen one; arguments as in timm's ResNet."""
         take, last = feature_take_indices(3, indices)
         for i in range(last + 1, 3):
-            setattr(self, f"layer{i + 1}", nn.Identity())
-        if prune_head:
+            setattr(self, f"layer{i + 1}", nn.Sequential())  # empty, so that checkpoint_seq can flatten it
+        self.num_features = self.feature_info[last]["num_chs"]
+        if prune_head or last < 2:  # the head is made for the last stage's channels
             self.reset_classifier(0, "")
         return take
 
 
-class PatchNormCifarResNet(CifarResNet):
+class PatchNormCifarResNet(InitCorrected, CifarResNet):
     """:class:`CifarResNet` with PatchNorm convolutions; the correction's keywords as in :class:`PatchNormResNet`."""
 
     def __init__(
@@ -216,18 +220,43 @@ def _cifar_cfg(**kwargs: Any) -> dict[str, Any]:
 
 default_cfgs = generate_default_cfgs(
     {
-        "resnet18_patchnorm.untrained": _cfg(),
-        "resnet20_cifar.untrained": _cifar_cfg(),
-        "resnet20_cifar_patchnorm.untrained": _cifar_cfg(),
+        **{f"resnet{depth}_patchnorm.untrained": _cfg() for depth in (18, 34, 50, 101)},
+        **{f"resnet{depth}_cifar.untrained": _cifar_cfg() for depth in (20, 32, 56)},
+        **{f"resnet{depth}_cifar_patchnorm.untrained": _cifar_cfg() for depth in (20, 32, 56)},
     }
 )
+
+
+def _patchnorm_resnet(variant: str, pretrained: bool, **kwargs: Any) -> PatchNormResNet:
+    return build_model_with_cfg(PatchNormResNet, variant, pretrained, **kwargs)
 
 
 @register_model
 def resnet18_patchnorm(pretrained: bool = False, **kwargs: Any) -> PatchNormResNet:
     """ResNet-18 with PatchNorm."""
     model_args = dict(block=BasicBlock, layers=(2, 2, 2, 2))
-    return build_model_with_cfg(PatchNormResNet, "resnet18_patchnorm", pretrained, **dict(model_args, **kwargs))
+    return _patchnorm_resnet("resnet18_patchnorm", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def resnet34_patchnorm(pretrained: bool = False, **kwargs: Any) -> PatchNormResNet:
+    """ResNet-34 with PatchNorm."""
+    model_args = dict(block=BasicBlock, layers=(3, 4, 6, 3))
+    return _patchnorm_resnet("resnet34_patchnorm", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def resnet50_patchnorm(pretrained: bool = False, **kwargs: Any) -> PatchNormResNet:
+    """ResNet-50 with PatchNorm."""
+    model_args = dict(block=Bottleneck, layers=(3, 4, 6, 3))
+    return _patchnorm_resnet("resnet50_patchnorm", pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def resnet101_patchnorm(pretrained: bool = False, **kwargs: Any) -> PatchNormResNet:
+    """ResNet-101 with PatchNorm."""
+    model_args = dict(block=Bottleneck, layers=(3, 4, 23, 3))
+    return _patchnorm_resnet("resnet101_patchnorm", pretrained, **dict(model_args, **kwargs))
 
 
 def _cifar_resnet(cls: type[CifarResNet], variant: str, pretrained: bool, **kwargs: Any) -> CifarResNet:
@@ -244,3 +273,27 @@ def resnet20_cifar(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
 def resnet20_cifar_patchnorm(pretrained: bool = False, **kwargs: Any) -> PatchNormCifarResNet:
     """ResNet-20 for 32 px images, with PatchNorm."""
     return _cifar_resnet(PatchNormCifarResNet, "resnet20_cifar_patchnorm", pretrained, **dict(dict(depth=20), **kwargs))
+
+
+@register_model
+def resnet32_cifar(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
+    """He et al.'s ResNet-32 for 32 px images, with BatchNorm."""
+    return _cifar_resnet(CifarResNet, "resnet32_cifar", pretrained, **dict(dict(depth=32), **kwargs))
+
+
+@register_model
+def resnet32_cifar_patchnorm(pretrained: bool = False, **kwargs: Any) -> PatchNormCifarResNet:
+    """ResNet-32 for 32 px images, with PatchNorm."""
+    return _cifar_resnet(PatchNormCifarResNet, "resnet32_cifar_patchnorm", pretrained, **dict(dict(depth=32), **kwargs))
+
+
+@register_model
+def resnet56_cifar(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
+    """He et al.'s ResNet-56 for 32 px images, with BatchNorm."""
+    return _cifar_resnet(CifarResNet, "resnet56_cifar", pretrained, **dict(dict(depth=56), **kwargs))
+
+
+@register_model
+def resnet56_cifar_patchnorm(pretrained: bool = False, **kwargs: Any) -> PatchNormCifarResNet:
+    """ResNet-56 for 32 px images, with PatchNorm."""
+    return _cifar_resnet(PatchNormCifarResNet, "resnet56_cifar_patchnorm", pretrained, **dict(dict(depth=56), **kwargs))
