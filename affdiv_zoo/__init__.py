@@ -3,8 +3,9 @@
 Importing this package registers its models with timm: ``timm.create_model("resnet18_patchnorm")``.
 """
 
+from affdiv_zoo.convert import convert
 from affdiv_zoo.models import list_models
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "list_models"]
+__all__ = ["__version__", "convert", "list_models"]

@@ -4,14 +4,15 @@ With q = ||x||^2 + 1 (or + eps), r = q^(-1/2) and z = s r u, where u = W x + b (
 
     dL/du = s r g,      dL/dx = W^T dL/du - r^2 <g, z> x,
 
-where <g, z> runs over the outputs that share the divisor. So the node needs z itself (which the next layer keeps anyway)
-and r, one number per patch, but neither u nor the squares. Centred, x stands for x - mean(x). For convolutions the sum
-over the patches that a pixel belongs to is the transposed box sum.
+where <g, z> runs over the outputs that share the divisor. So the node needs z itself (which the next layer keeps
+anyway) and r, one number per patch, but neither u nor the squares. Centred, x stands for x - mean(x). For convolutions
+the sum over the patches that a pixel belongs to is the transposed box sum.
 
 A second derivative is taken through the plain operations (``_plain``).
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class CorrectedLinear(torch.autograd.Function):
 class PatchNormConv(torch.autograd.Function):
     """``_plain.patch_norm_conv`` of a padded input, for "affine", "norm" and "gradient".
 
-    Saves input, weight, output and r; also the bias (norm), the patch means (centred) and the residual, if there are any.
+    Saves input, weight, output and r; also the bias (norm), the patches' means (centred) and the residual, if any.
     """
 
     @staticmethod
@@ -186,26 +187,24 @@ class PatchNormConv(torch.autograd.Function):
             _, gw, gb = backward(g, x, w, *geometry, [False, need_w, need_b])
         else:
             if need_x:
-                y = _plain.as_computed(z)
-                y = y if residual is None else y - residual
-                y = y - bias.view(-1, *[1] * len(kernel)) if bias is not None and correction == "norm" else y
-                dot = _dot(g, y, groups).mul_((r / SHRINK**0.5).square_())  # 1 / SHRINK: r^2 may underflow
+                if bias is not None and correction == "norm":
+                    z = z - bias.view(-1, *[1] * len(kernel))
+                dot = _dot(g, z, residual, groups).mul_((r / SHRINK**0.5).square_())  # 1 / SHRINK: r^2 may underflow
             gb = g.sum([0, *range(2, g.dim())]) if need_b and correction == "norm" else None
-            g = g * _plain.per_channel(ctx.s * r, out)
-            g = g.to(w.dtype)
+            sr = _plain.per_channel(ctx.s * r, out)
+            g = g.mul_(sr) if act == "relu" and not need_residual else (g * sr).to(w.dtype)
             need_conv_b = need_b and correction != "norm"
             gx, gw, gb_conv = backward(g, x, w, *geometry, [need_x, need_w, need_conv_b])
             gb = gb_conv if need_conv_b else gb
             if need_x:
                 box = (list(x.shape[2:]), kernel, stride, padding, dilation)
-                grouped = gx.unflatten(1, (groups, -1))
-                grouped.addcmul_(
-                    x.unflatten(1, (groups, -1)), _box_sum_transposed(dot, *box).unsqueeze(2), value=-SHRINK
-                )
+                gx_of_groups, x_of_groups = gx.unflatten(1, (groups, -1)), x.unflatten(1, (groups, -1))
+                maps = _box_sum_transposed(torch.cat([dot, dot * mean], 1) if center else dot, *box).unsqueeze(2)
+                gx_of_groups.addcmul_(x_of_groups, maps[:, :groups], value=-SHRINK)
                 if center:
-                    grouped.add_(_box_sum_transposed(dot * mean, *box).unsqueeze(2), alpha=SHRINK)
+                    gx_of_groups.add_(maps[:, groups:], alpha=SHRINK)
         if need_w and center:
-            gw = _plain.center_rows(gw)
+            gw.sub_(gw.mean(list(range(1, gw.dim())), keepdim=True))
         return (
             gx if gx is None else gx.to(input.dtype),
             gw if gw is None else gw.to(weight.dtype),
@@ -218,11 +217,13 @@ class PatchNormConv(torch.autograd.Function):
 def _plain_conv(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None) -> Tensor:
     """The node's map in plain operations."""
     stride, padding, dilation, groups = ctx.geometry
-    return _plain.patch_norm_conv(x, w, b, stride, _plain.both_sides(padding), dilation, groups, "zeros", *ctx.options, residual)
+    return _plain.patch_norm_conv(
+        x, w, b, stride, _plain.both_sides(padding), dilation, groups, "zeros", *ctx.options, residual
+    )
 
 
 def _computed_weight(weight: Tensor, center: bool) -> Tensor:
-    """The weight as the convolution takes it; made again for the backward pass, since a copy would be kept till then."""
+    """The weight as the convolution takes it; made anew for the backward pass, since a copy would be kept till then."""
     weight = _plain.as_computed(weight)
     return _plain.center_rows(weight) if center else weight
 
@@ -230,21 +231,40 @@ def _computed_weight(weight: Tensor, center: bool) -> Tensor:
 def _patch_sqnorm(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, center: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``_plain.patch_sqnorm`` and the patches' means, with one temporary of the input's size."""
+    """``_plain.patch_sqnorm`` and the patches' means, with small temporaries."""
+    channels = x.shape[1] // groups
+    zero = torch.zeros((), dtype=_plain.widen(x[:0]).dtype, device=x.device)
+    squares, means = [], []
+    for part in _chunks(x):
+        part = _plain.widen(part).unflatten(1, (groups, channels))
+        if center:
+            means.append(part.sum(2, keepdim=True) / channels)
+            part = part - means[-1]
+            torch.addcmul(zero, part, part, value=SHRINK, out=part)
+        else:
+            part = torch.addcmul(zero, part, part, value=SHRINK)
+        squares.append(part.sum(2))
+    squares = torch.cat(squares)
     if not center:
-        return _plain.patch_sqnorm(x, kernel, stride, padding, dilation, groups, False), None
-    x = _plain.widen(x).unflatten(1, (groups, -1))
-    mean = x.mean(2, keepdim=True)
-    squares = x - mean
-    torch.addcmul(x.new_zeros(()), squares, squares, value=SHRINK, out=squares)
-    return _plain.centered_box(squares.sum(2), mean.squeeze(2), x.shape[2], kernel, stride, padding, dilation)
+        return _plain.box_sum(squares, kernel, stride, padding, dilation), None
+    return _plain.centered_box(squares, torch.cat(means).squeeze(2), channels, kernel, stride, padding, dilation)
 
 
-def _dot(g: Tensor, z: Tensor, groups: int) -> Tensor:
-    """<g, z> over each group's channels, in float32 at least: ``(batch, groups, *output)``."""
-    if groups == 1:
-        return torch.linalg.vecdot(_plain.widen(g), _plain.widen(z), dim=1).unsqueeze(1)
-    return (_plain.widen(g) * z).unflatten(1, (groups, -1)).sum(2)
+def _dot(g: Tensor, z: Tensor, residual: Tensor | None, groups: int) -> Tensor:
+    """<g, z - residual> over each group's channels, in float32 at least: ``(batch, groups, *output)``."""
+    dots = []
+    rest = itertools.repeat(None) if residual is None else _chunks(residual)
+    for part, y, res in zip(_chunks(g), _chunks(z), rest, strict=False):
+        product = _plain.widen(part) * y if res is None else (_plain.widen(y) - res).mul_(part)
+        dots.append(product.unflatten(1, (groups, -1)).sum(2))
+    return torch.cat(dots)
+
+
+def _chunks(x: Tensor) -> Iterable[Tensor]:
+    """The batch in parts of about a megabyte on a CPU, where fresh memory for temporaries costs more than the sums."""
+    if x.device.type != "cpu" or x.numel() == 0:
+        return (x,)
+    return x.split(max(1, 2**18 * x.shape[0] // x.numel()))
 
 
 def _box_sum_transposed(

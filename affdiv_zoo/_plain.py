@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Squares are summed times SHRINK, so that float32 holds ||x|| up to 3e26 and not only up to 2e19. What this pushes below
-# the smallest float32, x < 2e-12, cannot be seen beside the 1 (or the eps) that the sum is added to.
+# Squares are summed times SHRINK, so that float32 holds ||x|| up to 3e26 and not only up to 2e19. What this pushes
+# below the smallest float32, x < 2e-12, cannot be seen beside the 1 (or the eps) that the sum is added to.
 # (Default arguments pass it on, because TorchScript cannot read it here.)
 SHRINK = 2.0**-48
 
@@ -127,7 +127,7 @@ def scale_param_grads(for_input: Tensor, for_params: Tensor, factor: Tensor) -> 
 
 def center_rows(weight: Tensor) -> Tensor:
     """The rows of W less their means: W (x - mean(x)) is this applied to x."""
-    return weight - weight.flatten(1).mean(1).view([-1] + [1] * (weight.dim() - 1))
+    return weight - weight.mean(list(range(1, weight.dim())), keepdim=True)
 
 
 def patch_sqnorm(
@@ -137,7 +137,7 @@ def patch_sqnorm(
     x = widen(x).unflatten(1, [groups, x.shape[1] // groups])
     if not center:
         return box_sum(sum_of_squares(x, 2).squeeze(2), kernel, stride, padding, dilation)
-    mean = x.mean(2, keepdim=True)
+    mean = x.sum(2, keepdim=True) / x.shape[2]
     within = sum_of_squares(x - mean, 2).squeeze(2)
     return centered_box(within, mean.squeeze(2), x.shape[2], kernel, stride, padding, dilation)[0]
 
@@ -162,8 +162,8 @@ def centered_box(
     for k in kernel:
         pixels *= k
     m = mean.to(wide)
-    patch_mean = box_sum(m, kernel, stride, padding, dilation) / pixels
-    squares = box_sum(within.to(wide) + (channels * shrink) * m * m, kernel, stride, padding, dilation)
+    both = torch.cat([m / pixels, within.to(wide) + (channels * shrink) * m * m], 1)
+    patch_mean, squares = box_sum(both, kernel, stride, padding, dilation).chunk(2, 1)
     total = squares - (channels * pixels * shrink) * patch_mean * patch_mean
     return total.clamp(min=0.0).to(within.dtype), patch_mean.to(within.dtype)
 
@@ -216,3 +216,111 @@ def pad_input(x: Tensor, pad: list[int], padding_mode: str) -> tuple[Tensor, lis
     if max(pad) > 0:
         x = F.pad(x, pad, "constant" if padding_mode == "zeros" else padding_mode)
     return x, [0] * len(left)
+
+
+def radial_map(x: Tensor, kind: str, dim: int, center: bool, scale: str, eps: float) -> Tensor:
+    """:func:`affdiv_zoo.functional.radial_map`."""
+    wide = widen(x)
+    if center:
+        wide = wide - wide.mean(dim, keepdim=True)
+    soft = kind == "soft"
+    r = inverse_norm(sum_of_squares(wide, dim), 1.0 if soft else eps)
+    return (wide * (r * length_scale("affine" if soft else "norm", soft, scale, x.shape[dim]))).to(x.dtype)
+
+
+def parameterised_scale(x: Tensor, weight: Tensor, bias: Tensor | None, dim: int) -> Tensor:
+    """:func:`affdiv_zoo.functional.parameterised_scale`."""
+    shape = [1] * x.dim()
+    shape[dim] = weight.shape[0]
+    if bias is None:
+        return (x * weight.view(shape)).to(x.dtype)
+    return torch.addcmul(bias.view(shape), x, weight.view(shape)).to(x.dtype)
+
+
+def inverse_token_norm(x: Tensor, bias: bool, center: bool, eps: float) -> Tensor:
+    """1 / s of every token, ``(..., 1, tokens, 1)``: for all heads alike."""
+    x = widen(x)
+    if center:
+        x = x - x.mean(-1, keepdim=True)
+    return inverse_norm(sum_of_squares(x, -1), 1.0 if bias else eps).unsqueeze(-3)
+
+
+def separable_attention_scales(
+    x: Tensor, query: Tensor, key: Tensor, bias: bool, center: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    """:func:`affdiv_zoo.functional.separable_attention_scales`."""
+    r = inverse_token_norm(x.detach(), bias, center, eps)
+    return separable_scale(query.detach(), r, eps), separable_scale(key.detach(), r, eps)
+
+
+def separable_scale(q: Tensor, r: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(sqrt 2 ||q|| s) = r / sqrt(sqrt 2 ||r q||), with r = 1 / s."""
+    # 1 / inverse_norm(., 0) is a norm in float32's full range; it is squared only after the division by s.
+    norm = r / inverse_norm(sum_of_squares(widen(q), -1), 0.0)
+    return r * torch.rsqrt(norm.square() + eps).sqrt() * 0.5**0.25
+
+
+def rescale_qk(
+    x: Tensor, q: Tensor, k: Tensor, temperature: Tensor, attention: str, bias: bool, center: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    """q and k such that q . k is the "projection" or "separable" logit, times its head's temperature."""
+    t = temperature.view(-1, 1, 1)
+    if attention == "projection":
+        return (q * t).to(q.dtype), k
+    a, b = separable_attention_scales(x, q, k, bias, center, eps)
+    return (q * (a * t)).to(q.dtype), (k * b).to(k.dtype)
+
+
+def attention_qkv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    heads: int,
+    attention: str,
+    correction: str,
+    center: bool,
+    scale: str,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`affdiv_zoo.functional.corrected_qkv`."""
+    rows = weight.shape[0] // 3 * 2
+    for_qk = correction if attention == "projection" else "none"
+    qk_bias, v_bias = (None, None) if bias is None else (bias[:rows], bias[rows:])
+    qk = corrected_linear(x, weight[:rows], qk_bias, for_qk, center, scale, eps)
+    v = corrected_linear(x, weight[rows:], v_bias, correction, center, scale, eps)
+    q, k = qk.view(x.shape[0], x.shape[1], 2, heads, -1).transpose(1, 3).unbind(2)
+    v = v.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)
+    if temperature is not None:
+        q, k = rescale_qk(x, q, k, temperature, attention, bias is not None, center, eps)
+    return q, k, v
+
+
+def corrected_attention_logits(
+    x: Tensor, query: Tensor, key: Tensor, attention: str, bias: bool, center: bool, eps: float
+) -> Tensor:
+    """:func:`affdiv_zoo.functional.corrected_attention_logits`."""
+    if attention == "none":
+        return query @ key.transpose(-2, -1)
+    if attention == "separable":
+        a, b = separable_attention_scales(x, query, key, bias, center, eps)
+        return (query * a).to(query.dtype) @ (key * b).to(key.dtype).transpose(-2, -1)
+    r = inverse_token_norm(x, bias, center, eps)
+    if attention == "logit":
+        r = r.detach()
+    q, k = (query * r).to(query.dtype), (key * r).to(key.dtype)
+    logits = q @ k.transpose(-2, -1)
+    if attention == "projection":
+        return logits
+    q, k = widen(q), widen(k)
+    squares = (q * q).sum(-1, keepdim=True) + (k * k).sum(-1, keepdim=True).transpose(-2, -1)
+    return correct_pairs(logits, squares, attention, eps).to(query.dtype)
+
+
+def correct_pairs(logits: Tensor, squares: Tensor, attention: str, eps: float) -> Tensor:
+    """The "logit" and "exact" corrections of q . k for affine-like q and k, given ||q||^2 + ||k||^2."""
+    if attention == "logit":
+        return logits * torch.rsqrt(squares.detach() + eps)
+    twice = 2 * widen(logits)  # ||q +- k||^2 = squares +- twice
+    plus, minus = (squares + twice).clamp(min=0.0), (squares - twice).clamp(min=0.0)
+    return twice / (torch.sqrt(plus + eps) + torch.sqrt(minus + eps))

@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from affdiv_zoo import _fused, _plain
+from affdiv_zoo import _fused, _fused_attention, _plain
 from affdiv_zoo._checks import (
     check_bias,
     check_choice,
@@ -56,6 +56,7 @@ __all__ = [
     "corrected_attention_logits",
     "corrected_attention_logits_reference",
     "corrected_linear",
+    "corrected_qkv",
     "gradient_corrected_linear",
     "gradient_corrected_linear_reference",
     "logit_divergence",
@@ -336,7 +337,7 @@ def patch_norm_conv(
         center: Use x - mean(x) for the patch x (ours); padded entries belong to the patch.
         scale: ``"l2"``: s = 1 (the paper). ``"rms"``: s = sqrt(n + 1) if affine with a bias, else sqrt(n) (ours).
         eps: Added to ||x||^2 where no 1 is.
-        act: ``"relu"``: the result is relu(z), or relu(z + residual). Saves the memory and the time of a pass of its own.
+        act: ``"relu"``: the result is relu(z), or relu(z + residual); saves a ReLU's own memory and time.
         residual: Added to z, before the activation; of the output's shape and dtype.
 
     Returns:
@@ -353,8 +354,8 @@ def patch_norm_conv(
     if input.ndim == dims + 1:
         residual = None if residual is None else residual.unsqueeze(0)
         options = dict(correction=correction, center=center, scale=scale, eps=eps, act=act, residual=residual)
-        options = dict(padding_mode=padding_mode, **options)
-        return patch_norm_conv(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups, **options).squeeze(0)
+        args = (input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
+        return patch_norm_conv(*args, padding_mode=padding_mode, **options).squeeze(0)
     input, weight, bias = _autocast(input, weight, bias)
     with torch.autocast(input.device.type, enabled=False):
         if correction == "none" or not _fused.usable():
@@ -522,18 +523,11 @@ def radial_map(
         ValueError: An option does not fit; the message names it.
         IndexError: The input has no such dimension.
     """
-    if not torch.jit.is_scripting():
-        check_choice("kind", kind, get_args(RadialKind))
-        check_options("none", scale, eps)
-        check_floating(input)
-        check_length(input.shape[dim], center, f"input.shape[{dim}]")
-    x = _plain.widen(input)
-    if center:
-        x = x - x.mean(dim, keepdim=True)
-    soft = kind == "soft"
-    r = _plain.inverse_norm(_plain.sum_of_squares(x, dim), 1.0 if soft else eps)
-    s = _plain.length_scale("affine" if soft else "norm", soft, scale, x.shape[dim])
-    return (x * (s * r)).to(input.dtype)
+    check_choice("kind", kind, get_args(RadialKind))
+    check_options("none", scale, eps)
+    check_floating(input)
+    check_length(input.shape[dim], center, f"input.shape[{dim}]")
+    return _plain.radial_map(input, kind, dim, center, scale, eps)
 
 
 def radial_map_reference(
@@ -563,18 +557,11 @@ def parameterised_scale(input: Tensor, weight: Tensor, bias: Tensor | None = Non
         ValueError: The weight or the bias does not have one number per entry.
         IndexError: The input has no such dimension.
     """
-    if not torch.jit.is_scripting():
-        check_floating(input)
-        if tuple(weight.shape) != (input.shape[dim],):
-            raise ValueError(
-                f"weight has shape {tuple(weight.shape)}, expected ({input.shape[dim]},), input.shape[{dim}]"
-            )
-        check_bias(weight, bias)
-    shape = [1] * input.dim()
-    shape[dim] = weight.shape[0]
-    if bias is None:
-        return (input * weight.view(shape)).to(input.dtype)
-    return torch.addcmul(bias.view(shape), input, weight.view(shape)).to(input.dtype)
+    check_floating(input)
+    if tuple(weight.shape) != (input.shape[dim],):
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, expected ({input.shape[dim]},), input.shape[{dim}]")
+    check_bias(weight, bias)
+    return _plain.parameterised_scale(input, weight, bias, dim)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -604,8 +591,8 @@ def logit_divergence(
 ) -> Tensor:
     r"""D_ij = ||k_j||^2 (||x_i||^2 + 1) + ||q_i||^2 (||x_j||^2 + 1): a step for q_i . k_j moves it by -eta g D_ij.
 
-    To first order, for the projections q = W_q x + b_q and k = W_k x + b_k of the same tokens (ours: the paper's argument
-    for a product of two affine maps).
+    To first order, for the projections q = W_q x + b_q and k = W_k x + b_k of the same tokens (ours: the paper's
+    argument for a product of two affine maps).
 
     Args:
         input: The tokens x, ``(..., tokens, dim)``, any floating dtype.
@@ -624,7 +611,7 @@ def logit_divergence(
         ValueError: The shapes do not fit together; the message names them.
     """
     _check_attention("logit", input, query, key, center, eps)
-    s2 = _inverse_token_norm(input, bias, center, eps).pow(-2)
+    s2 = _plain.inverse_token_norm(input, bias, center, eps).pow(-2)
     q2, k2 = (_plain.widen(t).square().sum(-1, keepdim=True) for t in (query, key))
     return s2 * k2.mT + q2 * s2.mT
 
@@ -653,10 +640,8 @@ def separable_attention_scales(
         TypeError: A tensor is not floating point.
         ValueError: The shapes do not fit together; the message names them.
     """
-    if not torch.jit.is_scripting():
-        _check_attention("separable", input, query, key, center, eps)
-    r = _inverse_token_norm(input.detach(), bias, center, eps)
-    return _separable_scale(query.detach(), r, eps), _separable_scale(key.detach(), r, eps)
+    _check_attention("separable", input, query, key, center, eps)
+    return _plain.separable_attention_scales(input, query, key, bias, center, eps)
 
 
 def corrected_attention_logits(
@@ -704,21 +689,8 @@ def corrected_attention_logits(
         TypeError: A tensor is not floating point.
         ValueError: A shape or an option does not fit; the message names it.
     """
-    if not torch.jit.is_scripting():
-        _check_attention(attention, input, query, key, center, eps)
-    if attention == "none":
-        return query @ key.transpose(-2, -1)
-    r = _inverse_token_norm(input, bias, center, eps)
-    if attention == "separable":
-        a, b = _separable_scale(query.detach(), r.detach(), eps), _separable_scale(key.detach(), r.detach(), eps)
-        return (query * a).to(query.dtype) @ (key * b).to(key.dtype).transpose(-2, -1)
-    if attention == "logit":
-        r = r.detach()
-    q, k = (query * r).to(query.dtype), (key * r).to(key.dtype)
-    logits = q @ k.transpose(-2, -1)
-    if attention == "projection":
-        return logits
-    return _correct_pairs(logits, _sqnorm(q) + _sqnorm(k).transpose(-2, -1), attention, eps).to(query.dtype)
+    _check_attention(attention, input, query, key, center, eps)
+    return _plain.corrected_attention_logits(input, query, key, attention, bias, center, eps)
 
 
 def corrected_attention_logits_reference(
@@ -748,32 +720,58 @@ def corrected_attention_logits_reference(
     return logits
 
 
-def _inverse_token_norm(input: Tensor, bias: bool, center: bool, eps: float) -> Tensor:
-    """1 / s of every token, ``(..., 1, tokens, 1)``: for all heads alike."""
-    x = _plain.widen(input)
-    if center:
-        x = x - x.mean(-1, keepdim=True)
-    return _plain.inverse_norm(_plain.sum_of_squares(x, -1), 1.0 if bias else eps).unsqueeze(-3)
+def corrected_qkv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    num_heads: int = 1,
+    attention: str = "separable",
+    temperature: Tensor | None = None,
+    *,
+    correction: str = "affine",
+    center: bool = False,
+    scale: str = "l2",
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Every head's q, k and v, ready for an attention kernel called with ``scale=1.0``.
 
+    v takes the linear correction. With a temperature, q . k is the corrected logit times its head's temperature. Without
+    one, q and k are as the projections give them: corrected under ``"projection"``, else plain affine maps of x, which
+    :func:`corrected_attention_logits` takes.
 
-def _separable_scale(x: Tensor, r: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(sqrt 2 ||x|| s) = r / sqrt(sqrt 2 ||x r||), with r = 1 / s."""
-    # 1 / inverse_norm(., 0) is a norm in float32's full range; squared only after the division by s.
-    norm = r / _plain.inverse_norm(_plain.sum_of_squares(_plain.widen(x), -1), 0.0)
-    return r * torch.rsqrt(norm.square() + eps).sqrt() * 0.5**0.25
+    Args:
+        input: The tokens x, ``(batch, tokens, dim)``, any floating dtype.
+        weight: Of q, k and v, one below the other: ``(3 * num_heads * head_dim, dim)``.
+        bias: As long as the weight, or None.
+        num_heads: Number of heads.
+        attention: As in :func:`corrected_attention_logits`; only ``"projection"`` and ``"separable"`` with a temperature.
+        temperature: ``(num_heads,)``, or None.
+        correction: As in :func:`corrected_linear`, of v, and of q and k under ``"projection"``.
+        center: Use x - mean(x) for x (ours).
+        scale: As in :func:`corrected_linear`.
+        eps: Added to ||x||^2 where no 1 is, and to the squared norms of q / s and k / s that are divided by.
 
+    Returns:
+        Three of ``(batch, num_heads, tokens, head_dim)`` in the input's dtype.
 
-def _sqnorm(x: Tensor) -> Tensor:
-    return _plain.widen(x).square().sum(-1, keepdim=True)
-
-
-def _correct_pairs(logits: Tensor, squares: Tensor, attention: str, eps: float) -> Tensor:
-    """The "logit" and "exact" corrections of q . k, given ||q||^2 + ||k||^2, for affine-like q and k."""
-    if attention == "logit":
-        return logits * torch.rsqrt(squares.detach() + eps)
-    twice = 2 * _plain.widen(logits)  # ||q +- k||^2 = squares +- twice
-    plus, minus = (squares + twice).clamp(min=0.0), (squares - twice).clamp(min=0.0)
-    return twice / (torch.sqrt(plus + eps) + torch.sqrt(minus + eps))
+    Raises:
+        TypeError: The input is not floating point, or the weight's dtype is another.
+        ValueError: A shape or an option does not fit; the message names it.
+    """
+    check_linear(input, weight, bias, correction, center, scale, eps)
+    if temperature is not None:
+        check_choice("attention", attention, ("projection", "separable"))
+    check_choice("attention", attention, get_args(AttentionCorrection))
+    if input.ndim != 3:
+        raise ValueError(f"input has shape {tuple(input.shape)}, expected (batch, tokens, dim)")
+    if weight.shape[0] % (3 * num_heads):
+        raise ValueError(f"weight has {weight.shape[0]} rows, expected a multiple of 3 * num_heads = {3 * num_heads}")
+    input, weight, bias = _autocast(input, weight, bias)
+    fused = correction == "affine" and temperature is not None and _fused.usable()
+    qkv = _fused_attention.AttentionQKV.apply if fused else _plain.attention_qkv
+    args = (input, weight, bias, temperature, num_heads, attention)
+    with torch.autocast(input.device.type, enabled=False):
+        return qkv(*args, center, scale, eps) if fused else qkv(*args, correction, center, scale, eps)
 
 
 def _check_attention(attention: str, input: Tensor, query: Tensor, key: Tensor, center: bool, eps: float) -> None:
