@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Iterator
 
 import torch
-from timing import DTYPES, FORMATS, Row, formats, parser, prepare, run
+from timing import DTYPES, FORMATS, Row, formats, parse, parser, run
 from timm.layers import Attention
 from torch import Tensor, nn
 
@@ -206,8 +206,7 @@ def rows(args: argparse.Namespace) -> tuple[list[Row], list[dict[str, str]]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
-    args = parser(__doc__).parse_args(argv)
-    prepare(args)
+    args = parse(parser(__doc__), argv)
     found, skipped = rows(args)
     notes = f"PatchNorm's ReLU: {'fused, act=' if FUSED_ACT else 'an nn.ReLU behind it'}. See --help for the names."
     return run(found, skipped, args, notes)

@@ -2,7 +2,7 @@
 
     python recipes/benchmark/models.py --threads 1 --json models.json
     python recipes/benchmark/models.py --only resnet20 step --memory-format nchw
-    python recipes/benchmark/models.py --model resnet18_patchnorm --peer resnet18 --model-kwargs center=False
+    python recipes/benchmark/models.py --model resnet18_patchnorm --peer resnet18 --model-kwargs center=false
 
 A row is called ours:peer/format/quantity, where
 
@@ -30,8 +30,8 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler says on stde
 import timm
 import torch
 import torch.nn.functional as F
-from timing import DTYPES, FORMATS, Row, formats, parser, prepare, run
-from timm.utils import ParseKwargs
+import yaml
+from timing import DTYPES, FORMATS, Row, formats, parse, parser, run
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.profiler import ProfilerActivity, profile
@@ -79,8 +79,7 @@ def saved_bytes(model: nn.Module, x: Tensor, forward: Callable[[Tensor], object]
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = (forward or model)(x)
-    del out
+        (model if forward is None else forward)(x)
     return sum(storage.nbytes() for storage in storages.values())
 
 
@@ -102,10 +101,10 @@ def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        events = [e["args"] for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
+        events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
     total = peak = 0
-    for event in sorted(events, key=lambda e: e["Ev Idx"]):
-        total += event["Bytes"]
+    for event in sorted(events, key=lambda e: (e["ts"], e["args"]["Ev Idx"])):
+        total += event["args"]["Bytes"]
         peak = max(peak, total)
     return peak
 
@@ -115,28 +114,42 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
 
 
-def fold_batchnorm(model: nn.Module) -> nn.Module:
-    """A copy in evaluation mode in which every BatchNorm is folded into the convolution right before it.
+def fold_batchnorm(model: nn.Module, x: Tensor) -> nn.Module:
+    """A copy in evaluation mode in which every BatchNorm is folded into the convolution whose output it takes.
 
     Args:
-        model: A convolutional net that registers each BatchNorm behind the convolution whose output it takes, as
-            timm's nets do.
+        model: A convolutional net.
+        x: An input, to see which output a BatchNorm takes.
 
     Returns:
         The copy. That it computes the same is for the caller to check, with :func:`check_folded`.
 
     Raises:
-        ValueError: A BatchNorm is left over.
+        ValueError: A BatchNorm takes something else.
     """
     model = copy.deepcopy(model).eval()
-    for parent in model.modules():
-        children = list(parent.named_children())
-        for (conv_name, conv), (bn_name, bn) in zip(children, children[1:], strict=False):
-            if isinstance(conv, nn.Conv2d) and isinstance(bn, nn.BatchNorm2d):
-                setattr(parent, conv_name, fuse_conv_bn_eval(conv, bn))
-                setattr(parent, bn_name, getattr(bn, "act", nn.Identity()))  # timm's BatchNormAct2d has one inside
+    outputs: list[tuple[Tensor, str]] = []
+    pairs: list[tuple[str, str]] = []
+    hooks = []
+    for name, m in model.named_modules():
+        if isinstance(m, nn.Conv2d):
+            hooks.append(m.register_forward_hook(lambda m, args, out, name=name: outputs.append((out, name))))
+        elif isinstance(m, nn.BatchNorm2d):
+            hooks.append(
+                m.register_forward_pre_hook(
+                    lambda m, args, name=name: pairs.extend((conv, name) for out, conv in outputs if out is args[0])
+                )
+            )
+    with torch.no_grad():
+        model(x[:1])
+    for hook in hooks:
+        hook.remove()
+    for conv_name, bn_name in pairs:
+        bn = model.get_submodule(bn_name)
+        model.set_submodule(conv_name, fuse_conv_bn_eval(model.get_submodule(conv_name), bn))
+        model.set_submodule(bn_name, getattr(bn, "act", nn.Identity()))  # timm's BatchNormAct2d has one inside
     if has_batchnorm(model):
-        raise ValueError("a BatchNorm has no convolution right before it: this net cannot be folded")
+        raise ValueError("a BatchNorm takes something else than a convolution's output: this net cannot be folded")
     return model
 
 
@@ -203,7 +216,7 @@ class Bench:
     def infer(self, fold: bool = False) -> Callable[[], object]:
         model = self.model.eval()
         if fold and has_batchnorm(model):
-            model = fold_batchnorm(self.model)
+            model = fold_batchnorm(self.model, self.x)
             check_folded(self.model, model, self.x)
         call = self.wrap(model)
 
@@ -261,23 +274,31 @@ def rows(args: argparse.Namespace) -> tuple[list[Row], list[dict[str, str]]]:
     return found, skipped
 
 
+def kwarg(text: str) -> tuple[str, object]:
+    """Parses `key=value`, the value as YAML does: a bool, a number or else a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form key=value")
+    return key, yaml.safe_load(value)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the program; returns its exit status."""
     p = parser(__doc__)
     p.add_argument("--model", metavar="NAME", help="with --peer: compare these two instead of this package's pairs")
     p.add_argument("--peer", metavar="NAME", help="any of timm's names")
-    p.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="K=V", help="for ours")
-    p.add_argument("--peer-kwargs", nargs="*", default={}, action=ParseKwargs, metavar="K=V", help="for the peer")
+    p.add_argument("--model-kwargs", nargs="+", default=[], type=kwarg, metavar="K=V", help="of ours: center=false")
+    p.add_argument("--peer-kwargs", nargs="+", default=[], type=kwarg, metavar="K=V", help="of the peer")
     p.add_argument("--image-size", type=int, metavar="PX", help="instead of the pair's own")
     p.add_argument("--batch-size", type=int, metavar="N", help="instead of the pair's own (--model: 16)")
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="of step and peak")
-    args = p.parse_args(argv)
-    prepare(args)
+    args = parse(p, argv)
     if bool(args.model) != bool(args.peer):
         p.error("--model and --peer belong together")
     for name in filter(None, (args.model, args.peer)):
         if not timm.is_model(name):
             p.error(f"{name!r} is no model that timm or affdiv_zoo has")
+    args.model_kwargs, args.peer_kwargs = dict(args.model_kwargs), dict(args.peer_kwargs)
     found, skipped = rows(args)
     return run(found, skipped, args)
 

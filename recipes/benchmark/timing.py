@@ -119,7 +119,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--seconds", type=float, default=2.0, help=f"per row; at least {MIN_PAIRS} pairs are taken")
     p.add_argument("--repeats", type=int, metavar="N", help="exactly N pairs per row, whatever --seconds says")
     p.add_argument("--threads", type=int, metavar="N", help="CPU threads of torch; as torch chooses if left out")
-    p.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, ...")
+    p.add_argument("--device", default="cpu", help="cpu, cuda, ...")
     p.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and inputs")
     p.add_argument("--memory-format", choices=[*FORMATS, "both"], default="both", help="nhwc: torch.channels_last")
     p.add_argument("--compile", action="store_true", help="torch.compile both sides")
@@ -127,13 +127,22 @@ def parser(description: str) -> argparse.ArgumentParser:
     return p
 
 
-def prepare(args: argparse.Namespace) -> None:
-    """Checks the shared options and sets torch up; argparse's own error otherwise."""
+def parse(p: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """Parses and checks the arguments, and sets the number of threads."""
+    args = p.parse_args(argv)
     for name, value in (("--repeats", args.repeats), ("--threads", args.threads), ("--seconds", args.seconds)):
         if value is not None and not value > 0:
-            raise SystemExit(f"{name} {value}: expected a number above 0")
+            p.error(f"{name} {value}: expected a number above 0")
+    if args.json and not args.json.parent.is_dir():
+        p.error(f"--json {args.json}: there is no folder {args.json.parent}")
+    try:
+        args.device = torch.device(args.device)
+        torch.empty(1, device=args.device)
+    except (AssertionError, RuntimeError) as e:
+        p.error(f"--device {args.device}: {str(e).partition(chr(10))[0]}")
     if args.threads:
         torch.set_num_threads(args.threads)
+    return args
 
 
 def formats(args: argparse.Namespace) -> Sequence[str]:
