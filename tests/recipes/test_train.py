@@ -337,6 +337,19 @@ def test_training_options_reach_the_training(tmp_path: Path):
     assert not weights_equal(tmp_path / "opt", tmp_path / "sgd")
 
 
+def test_training_images_are_shuffled_and_whole_batches_used():
+    args = recipe.parse_args(["--batch-size", "100"])
+    data = recipe_data.load_data(args, {})
+    loader = recipe.build_loaders(args, data, processes=1)[0]
+    order = torch.cat([labels for _, labels in loader])
+    assert len(order) == 1400
+    assert not torch.equal(order, data.train.labels[:1400])
+    # A training set below one batch is used all the same.
+    args = recipe.parse_args(["--batch-size", "100", "--train-limit", "60"])
+    loader = recipe.build_loaders(args, recipe_data.load_data(args, {}), processes=1)[0]
+    assert [len(labels) for _, labels in loader] == [60]
+
+
 def test_channels_last_changes_the_memory_and_not_the_model(tmp_path: Path):
     for name, option in (("first", []), ("last", ["--channels-last"])):
         train(tmp_path / name, "--model", "resnet20_cifar", "--max-steps", 1, *option)
