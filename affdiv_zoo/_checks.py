@@ -35,9 +35,15 @@ def check_floating(input: Tensor) -> None:
         raise TypeError(f"input has dtype {input.dtype}: convert it to a floating-point type first, e.g. input.float()")
 
 
+def autocast_enabled(input: Tensor) -> bool:
+    """Whether autocast is on for the input's device (the meta device knows none)."""
+    device = input.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def check_dtypes(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raises TypeError where the types differ outside of autocast, which unites them."""
-    if torch.is_autocast_enabled(input.device.type):
+    if autocast_enabled(input):
         return
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.dtype != input.dtype:

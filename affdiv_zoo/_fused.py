@@ -86,11 +86,12 @@ class CorrectedLinear(torch.autograd.Function):
         gx = gw = gb = None
         rows = g.reshape(-1, g.shape[-1])
         if correction == "gradient":
-            rows_for_params = rows * r.reshape(-1, 1).square().to(g.dtype)
+            r = r.reshape(-1, 1)
+            scaled = rows * r.to(g.dtype)
             if need_w:
-                gw = rows_for_params.t() @ x.to(g.dtype).reshape(-1, x.shape[-1])
+                gw = scaled.t() @ (x.reshape(-1, x.shape[-1]) * r).to(g.dtype)
             if need_b:
-                gb = rows_for_params.sum(0)
+                gb = (scaled * r.to(g.dtype)).sum(0)
             if need_x:
                 gx = _plain.widen(g @ weight)
         else:

@@ -1,9 +1,8 @@
 """The projections of corrected attention as a single autograd node; see ``_fused`` for the algebra.
 
-With u = W x + b in one matrix product, every head's q, k and v is u times one number per token: t c_q, c_k and s r, where
-c are the separable scales (constants) and t the temperature, or s r for all three under "projection". The node scales u
-where it lies, and writes the gradients of q, k and v, scaled, straight into the gradient of u. That saves what stacking
-them costs otherwise, which is more than the correction costs.
+With u = s r (W x + b), r = 1 / sqrt(||x||^2 + 1), in one matrix product: v is u, and every head's q and k are u times one
+number per token, which is a constant in the backward pass. The node scales q and k where they lie, and writes the three
+gradients straight into the gradient of u. That saves stacking them, which costs about as much as the correction does.
 """
 
 from typing import Any
@@ -16,8 +15,8 @@ from affdiv_zoo import _plain
 from affdiv_zoo._fused import _grad_of_plain
 
 
-class AttentionQKV(torch.autograd.Function):
-    """``_plain.attention_qkv`` for ``correction="affine"`` and a temperature; saves u scaled, and one factor per vector."""
+class CorrectedQKV(torch.autograd.Function):
+    """``_plain.corrected_qkv`` for "affine"; saves its arguments, q, k and v, and one number per token and q or k."""
 
     @staticmethod
     def forward(
@@ -32,52 +31,68 @@ class AttentionQKV(torch.autograd.Function):
         scale: str,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x = _plain.widen(input)
-        x = x - x.mean(-1, keepdim=True) if center else x
-        r = _plain.inverse_norm(_plain.sum_of_squares(x, -1), _plain.floor("affine", bias is not None, eps))
-        s = _plain.length_scale("affine", bias is not None, scale, weight.shape[1])
-        z = F.linear(x.to(input.dtype), weight, bias).unflatten(-1, (3, heads, -1))  # batch, tokens, 3, heads, head_dim
-        factor = (s * r)[..., None, None].repeat(1, 1, 3, heads, 1)
+        x, s = _centered(input, center), _plain.length_scale("affine", bias is not None, scale, weight.shape[1])
+        sr = s * _plain.inverse_norm(_plain.sum_of_squares(x, -1), _plain.floor("affine", bias is not None, eps))
+        unit = (x * sr).to(input.dtype)
+        if bias is None:
+            u = F.linear(unit, weight)
+        else:
+            u = (sr * bias).to(input.dtype)
+            u.flatten(0, 1).addmm_(unit.flatten(0, 1), weight.t())
+        u = u.unflatten(-1, (3, heads, -1))  # batch, tokens, 3, heads, head_dim
+        factor = sr.new_ones(1, 1, 2, heads, 1)
         if attention == "separable":
-            factor[:, :, :2] = _plain.separable_scale(z[:, :, :2], r[..., None, None], eps)
+            # u is s times q / ||(x, 1)||, so these are the separable scales over s r.
+            norm = torch.linalg.vector_norm(u[:, :, :2], dim=-1, keepdim=True, dtype=sr.dtype)
+            factor = norm.square_().add_(eps * s * s).rsqrt_().sqrt_().mul_((0.5 / (s * s)) ** 0.25)
         factor[:, :, 0] *= temperature[:, None]
-        z.mul_(factor)
-        ctx.save_for_backward(input, weight, bias, temperature, r, factor, z)
+        u[:, :, :2].mul_(factor)
+        ctx.save_for_backward(input, weight, bias, temperature, sr, factor, u)
         ctx.options = heads, attention, "affine", center, scale, eps
-        q, k, v = z.transpose(1, 3).unbind(2)
+        ctx.s = s
+        q, k, v = u.transpose(1, 3).unbind(2)
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, temperature, r, factor, z = ctx.saved_tensors
+        input, weight, bias, temperature, sr, factor, qkv = ctx.saved_tensors
         heads, attention, _, center, _, _ = ctx.options
         nones = (None,) * 5
         if torch.is_grad_enabled():
-            plain = lambda *t: _plain.attention_qkv(*t, *ctx.options)  # noqa: E731
+            plain = lambda *t: _plain.corrected_qkv(*t, *ctx.options)  # noqa: E731
             return (*_grad_of_plain(plain, [input, weight, bias, temperature], grads), *nones)
 
         need_x, need_w, need_b, need_t = ctx.needs_input_grad[:4]
         gx = gw = gb = gt = None
-        gu = torch.empty_like(z)
-        dots = []  # <g, z> of every vector: batch, tokens, heads
-        for i, g in enumerate(grads):
-            g = g.transpose(1, 2)
-            torch.mul(g, factor[:, :, i], out=gu[:, :, i])
-            through_r = need_x and (i == 2 or attention == "projection")
-            dots.append(torch.linalg.vecdot(_plain.widen(g), _plain.widen(z[:, :, i])) if through_r or i == 0 else None)
-        rows = gu.view(-1, weight.shape[0])
-        if need_t:
-            gt = dots[0].sum((0, 1)).to(temperature.dtype) / temperature
-        if need_b:
-            gb = rows.sum(0)
-        if need_w or need_x:
-            x = _plain.widen(input)
-            x = x - x.mean(-1, keepdim=True) if center else x
-        if need_w:
-            gw = rows.t() @ x.to(gu.dtype).reshape(-1, x.shape[-1])
+        gq, gk, gv = (g.transpose(1, 2) for g in grads)
+        gu = torch.empty_like(qkv)
+        torch.mul(gq, factor[:, :, 0], out=gu[:, :, 0])
+        torch.mul(gk, factor[:, :, 1], out=gu[:, :, 1])
+        gu[:, :, 2] = gv
+        gu = gu.flatten(2).flatten(0, 1)
+        x = _centered(input, center)
+        unit = x * sr
+        if need_w or need_t:
+            gw = gu.t() @ unit.to(gu.dtype).flatten(0, 1)
+        if bias is not None and (need_b or need_t):
+            gb = sr.to(gu.dtype).flatten() @ gu
+        if need_t:  # <dL/dq, q> of a head is <dL/dW_q, W_q> + <dL/db_q, b_q>, since q is linear in them
+            rows = weight.shape[0] // 3
+            dot = (_plain.widen(gw[:rows]) * weight[:rows]).sum(1)
+            if bias is not None:
+                dot = dot + _plain.widen(gb[:rows]) * bias[:rows]
+            gt = (dot.view(heads, -1).sum(1) / temperature).to(temperature.dtype)
         if need_x:
-            dot = sum(dots) if attention == "projection" else dots[2]
-            gx = _plain.widen((rows @ weight).view_as(input))
-            gx = gx.addcmul_(x, dot.sum(-1, keepdim=True) * r.square(), value=-1)
+            divided = range(3) if attention == "projection" else (2,)  # by s / r, which is no constant for these
+            dot = sum(
+                torch.linalg.vecdot(_plain.widen(grads[i].transpose(1, 2)), _plain.widen(qkv[:, :, i])) for i in divided
+            )
+            dot = dot.sum(-1, keepdim=True) * sr * (-1 / (ctx.s * ctx.s))
+            gx = _plain.widen((gu @ weight).view_as(input)).mul_(sr).addcmul_(unit, dot)
             gx = (gx - gx.mean(-1, keepdim=True) if center else gx).to(input.dtype)
-        return gx, gw, gb, gt, *nones
+        return gx, gw if need_w else None, gb if need_b else None, gt, *nones
+
+
+def _centered(input: Tensor, center: bool) -> Tensor:
+    x = _plain.widen(input)
+    return x - x.mean(-1, keepdim=True) if center else x

@@ -10,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Squares are summed times SHRINK, so that float32 holds ||x|| up to 3e26 and not only up to 2e19. What this pushes
-# below the smallest float32, x < 2e-12, cannot be seen beside the 1 (or the eps) that the sum is added to.
-# (Default arguments pass it on, because TorchScript cannot read it here.)
 SHRINK = 2.0**-48
 
 
@@ -98,9 +95,22 @@ def as_computed(x: Tensor) -> Tensor:
     return x.float() if x.dtype == torch.float16 else x
 
 
-def sum_of_squares(x: Tensor, dim: int, shrink: float = SHRINK) -> Tensor:
-    """SHRINK times the sum of squares over ``dim``, which is kept."""
-    return torch.addcmul(x.new_zeros([]), x, x, value=shrink).sum(dim, keepdim=True)
+def shrink() -> float:
+    """The factor that squares are summed with, so that float32 holds ||x|| up to 3e26 and not only up to 2e19.
+
+    What it pushes below the smallest float32, x < 2e-12, cannot be seen beside the 1 (or the eps) that is added to the sum.
+    Exported graphs do without it: ONNX optimisers drop the addition of a number so small as 1 becomes.
+    """
+    if torch.jit.is_scripting():
+        return 2.0**-48
+    else:
+        exporting = getattr(torch.compiler, "is_exporting", None)  # torch >= 2.7
+        return 1.0 if exporting is not None and exporting() else SHRINK
+
+
+def sum_of_squares(x: Tensor, dim: int) -> Tensor:
+    """The sum of squares over ``dim``, which is kept, times :func:`shrink`."""
+    return torch.addcmul(x.new_zeros([]), x, x, value=shrink()).sum(dim, keepdim=True)
 
 
 def floor(correction: str, bias: bool, eps: float) -> float:
@@ -108,9 +118,9 @@ def floor(correction: str, bias: bool, eps: float) -> float:
     return 1.0 if bias and correction != "norm" else eps
 
 
-def inverse_norm(shrunk: Tensor, plus: float, shrink: float = SHRINK) -> Tensor:
-    """1 / sqrt(||x||^2 + plus), from SHRINK ||x||^2."""
-    return torch.rsqrt(shrunk + shrink * plus) * math.sqrt(shrink)
+def inverse_norm(shrunk: Tensor, plus: float) -> Tensor:
+    """1 / sqrt(||x||^2 + plus), from ||x||^2 times :func:`shrink`."""
+    return torch.rsqrt(shrunk + shrink() * plus) * math.sqrt(shrink())
 
 
 def length_scale(correction: str, bias: bool, scale: str, n: int) -> float:
@@ -133,7 +143,7 @@ def center_rows(weight: Tensor) -> Tensor:
 def patch_sqnorm(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, center: bool
 ) -> Tensor:
-    """SHRINK times the squared norm of every patch, ``(batch, groups, *output)``."""
+    """The squared norm of every patch, ``(batch, groups, *output)``, times :func:`shrink`."""
     x = widen(x).unflatten(1, [groups, x.shape[1] // groups])
     if not center:
         return box_sum(sum_of_squares(x, 2).squeeze(2), kernel, stride, padding, dilation)
@@ -150,9 +160,10 @@ def centered_box(
     stride: list[int],
     padding: list[int],
     dilation: list[int],
-    shrink: float = SHRINK,
 ) -> tuple[Tensor, Tensor]:
-    """SHRINK ||patch - its mean||^2, and the patch's mean, from each pixel's mean and SHRINK (squares about that mean).
+    """||patch - its mean||^2 and the patch's mean, from each pixel's mean and sum of squares about that mean.
+
+    Both sums are times :func:`shrink`.
 
     The part between pixels, sum m^2 - (sum m)^2 / k, loses its digits where the mean is large: hence float64 (which MPS
     has not), on maps of one channel.
@@ -162,9 +173,9 @@ def centered_box(
     for k in kernel:
         pixels *= k
     m = mean.to(wide)
-    both = torch.cat([m / pixels, within.to(wide) + (channels * shrink) * m * m], 1)
+    both = torch.cat([m / pixels, within.to(wide) + (channels * shrink()) * m * m], 1)
     patch_mean, squares = box_sum(both, kernel, stride, padding, dilation).chunk(2, 1)
-    total = squares - (channels * pixels * shrink) * patch_mean * patch_mean
+    total = squares - (channels * pixels * shrink()) * patch_mean * patch_mean
     return total.clamp(min=0.0).to(within.dtype), patch_mean.to(within.dtype)
 
 
@@ -253,11 +264,10 @@ def separable_attention_scales(
     return separable_scale(query.detach(), r, eps), separable_scale(key.detach(), r, eps)
 
 
-def separable_scale(q: Tensor, r: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(sqrt 2 ||q|| s) = r / sqrt(sqrt 2 ||r q||), with r = 1 / s."""
-    # 1 / inverse_norm(., 0) is a norm in float32's full range; it is squared only after the division by s.
-    norm = r / inverse_norm(sum_of_squares(widen(q), -1), 0.0)
-    return r * torch.rsqrt(norm.square() + eps).sqrt() * 0.5**0.25
+def separable_scale(q: Tensor, r: Tensor, eps: float, shrink: float = SHRINK) -> Tensor:
+    """1 / sqrt(sqrt 2 ||q|| s) = r / sqrt(sqrt 2 ||r q||), with r = 1 / s. Not differentiable, hence in place."""
+    norm = sum_of_squares(widen(q), -1).sqrt_().mul_(r / math.sqrt(shrink))
+    return norm.square_().add_(eps).rsqrt_().sqrt_().mul_(r * 0.5**0.25)
 
 
 def rescale_qk(
@@ -271,11 +281,11 @@ def rescale_qk(
     return (q * (a * t)).to(q.dtype), (k * b).to(k.dtype)
 
 
-def attention_qkv(
+def corrected_qkv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    temperature: Tensor | None,
+    temperature: Tensor,
     heads: int,
     attention: str,
     correction: str,
@@ -284,16 +294,29 @@ def attention_qkv(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`affdiv_zoo.functional.corrected_qkv`."""
-    rows = weight.shape[0] // 3 * 2
-    for_qk = correction if attention == "projection" else "none"
-    qk_bias, v_bias = (None, None) if bias is None else (bias[:rows], bias[rows:])
-    qk = corrected_linear(x, weight[:rows], qk_bias, for_qk, center, scale, eps)
-    v = corrected_linear(x, weight[rows:], v_bias, correction, center, scale, eps)
-    q, k = qk.view(x.shape[0], x.shape[1], 2, heads, -1).transpose(1, 3).unbind(2)
-    v = v.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)
-    if temperature is not None:
-        q, k = rescale_qk(x, q, k, temperature, attention, bias is not None, center, eps)
+    qkv = attention_projections(x, weight, bias, attention, correction, center, scale, eps)
+    q, k, v = qkv.unflatten(-1, [3, heads, -1]).transpose(1, 3).unbind(2)
+    q, k = rescale_qk(x, q, k, temperature, attention, bias is not None, center, eps)
     return q, k, v
+
+
+def attention_projections(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    attention: str,
+    correction: str,
+    center: bool,
+    scale: str,
+    eps: float,
+) -> Tensor:
+    """q, k and v side by side: v corrected, q and k corrected under "projection" and plain otherwise."""
+    if attention == "projection":
+        return corrected_linear(x, weight, bias, correction, center, scale, eps)
+    rows = weight.shape[0] // 3 * 2
+    qk_bias, v_bias = (None, None) if bias is None else (bias[:rows], bias[rows:])
+    qk = corrected_linear(x, weight[:rows], qk_bias, "none", center, scale, eps)
+    return torch.cat([qk, corrected_linear(x, weight[rows:], v_bias, correction, center, scale, eps)], -1)
 
 
 def corrected_attention_logits(

@@ -30,6 +30,7 @@ ends of every floating-point format; the tests hold them together.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import get_args
 
@@ -39,6 +40,7 @@ from torch import Tensor
 
 from affdiv_zoo import _fused, _fused_attention, _plain
 from affdiv_zoo._checks import (
+    autocast_enabled,
     check_bias,
     check_choice,
     check_conv,
@@ -204,7 +206,7 @@ def corrected_linear(
     check_linear(input, weight, bias, correction, center, scale, eps)
     input, weight, bias = _autocast(input, weight, bias)
     map = _fused.CorrectedLinear.apply if correction != "none" and _fused.usable() else _plain.corrected_linear
-    with torch.autocast(input.device.type, enabled=False):
+    with _no_autocast(input):
         return map(input, weight, bias, correction, center, scale, eps)
 
 
@@ -297,7 +299,7 @@ def patch_sqnorm(
     check_conv(input, None, None, kernel, pad, dilation, groups, padding_mode)
     x = input if input.ndim == dims + 2 else input.unsqueeze(0)
     x, padding = _plain.pad_input(x, pad, padding_mode)
-    sqnorm = _plain.patch_sqnorm(x, kernel, stride, padding, dilation, groups, center) / _plain.SHRINK
+    sqnorm = _plain.patch_sqnorm(x, kernel, stride, padding, dilation, groups, center) / _plain.shrink()
     return sqnorm if input.ndim == dims + 2 else sqnorm.squeeze(0)
 
 
@@ -357,7 +359,7 @@ def patch_norm_conv(
         args = (input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return patch_norm_conv(*args, padding_mode=padding_mode, **options).squeeze(0)
     input, weight, bias = _autocast(input, weight, bias)
-    with torch.autocast(input.device.type, enabled=False):
+    with _no_autocast(input):
         if correction == "none" or not _fused.usable():
             return _plain.patch_norm_conv(
                 input,
@@ -458,11 +460,15 @@ def _patches(
 
 def _autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The map's tensors in autocast's dtype where autocast is on, as for torch's own linear and convolution."""
-    device = input.device.type
-    if not torch.is_autocast_enabled(device) or input.dtype == torch.float64:
+    if not autocast_enabled(input) or input.dtype == torch.float64:
         return input, weight, bias
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(input.device.type)
     return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _no_autocast(input: Tensor) -> AbstractContextManager:
+    """Turns autocast off where it is on: the divisor wants float32."""
+    return torch.autocast(input.device.type, enabled=False) if autocast_enabled(input) else nullcontext()
 
 
 def _geometry(
@@ -723,55 +729,52 @@ def corrected_attention_logits_reference(
 def corrected_qkv(
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    num_heads: int = 1,
+    bias: Tensor | None,
+    temperature: Tensor,
     attention: str = "separable",
-    temperature: Tensor | None = None,
     *,
     correction: str = "affine",
     center: bool = False,
     scale: str = "l2",
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Every head's q, k and v, ready for an attention kernel called with ``scale=1.0``.
+    r"""Every head's q, k and v for an attention kernel with ``scale=1.0``: q . k is the corrected logit times temperature.
 
-    v takes the linear correction. With a temperature, q . k is the corrected logit times its head's temperature. Without
-    one, q and k are as the projections give them: corrected under ``"projection"``, else plain affine maps of x, which
-    :func:`corrected_attention_logits` takes.
+    See :func:`corrected_attention_logits`; v takes the linear correction.
 
     Args:
         input: The tokens x, ``(batch, tokens, dim)``, any floating dtype.
-        weight: Of q, k and v, one below the other: ``(3 * num_heads * head_dim, dim)``.
-        bias: As long as the weight, or None.
-        num_heads: Number of heads.
-        attention: As in :func:`corrected_attention_logits`; only ``"projection"`` and ``"separable"`` with a temperature.
-        temperature: ``(num_heads,)``, or None.
+        weight: Of q, k and v, one below the other: ``(3 * heads * head_dim, dim)``.
+        bias: One number per row of the weight, or None.
+        temperature: One number per head, ``(heads,)``.
+        attention: ``"projection"`` or ``"separable"``; the other corrections are not products of a q and a k.
         correction: As in :func:`corrected_linear`, of v, and of q and k under ``"projection"``.
         center: Use x - mean(x) for x (ours).
         scale: As in :func:`corrected_linear`.
         eps: Added to ||x||^2 where no 1 is, and to the squared norms of q / s and k / s that are divided by.
 
     Returns:
-        Three of ``(batch, num_heads, tokens, head_dim)`` in the input's dtype.
+        Three of ``(batch, heads, tokens, head_dim)`` in the input's dtype.
 
     Raises:
         TypeError: The input is not floating point, or the weight's dtype is another.
         ValueError: A shape or an option does not fit; the message names it.
     """
     check_linear(input, weight, bias, correction, center, scale, eps)
-    if temperature is not None:
-        check_choice("attention", attention, ("projection", "separable"))
-    check_choice("attention", attention, get_args(AttentionCorrection))
+    check_choice("attention", attention, ("projection", "separable"))
     if input.ndim != 3:
         raise ValueError(f"input has shape {tuple(input.shape)}, expected (batch, tokens, dim)")
-    if weight.shape[0] % (3 * num_heads):
-        raise ValueError(f"weight has {weight.shape[0]} rows, expected a multiple of 3 * num_heads = {3 * num_heads}")
+    if temperature.ndim != 1 or weight.shape[0] % (3 * temperature.shape[0]):
+        raise ValueError(
+            f"temperature has shape {tuple(temperature.shape)}, expected (heads,), with 3 * heads a divisor of the "
+            f"weight's {weight.shape[0]} rows"
+        )
     input, weight, bias = _autocast(input, weight, bias)
-    fused = correction == "affine" and temperature is not None and _fused.usable()
-    qkv = _fused_attention.AttentionQKV.apply if fused else _plain.attention_qkv
-    args = (input, weight, bias, temperature, num_heads, attention)
-    with torch.autocast(input.device.type, enabled=False):
-        return qkv(*args, center, scale, eps) if fused else qkv(*args, correction, center, scale, eps)
+    args = (input, weight, bias, temperature, temperature.shape[0], attention)
+    with _no_autocast(input):
+        if correction == "affine" and _fused.usable():
+            return _fused_attention.CorrectedQKV.apply(*args, center, scale, eps)
+        return _plain.corrected_qkv(*args, correction, center, scale, eps)
 
 
 def _check_attention(attention: str, input: Tensor, query: Tensor, key: Tensor, center: bool, eps: float) -> None:

@@ -11,6 +11,8 @@ from affdiv_zoo._checks import check_choice, check_length, check_options
 from affdiv_zoo.functional import patch_norm_conv
 from affdiv_zoo.types import Activation, Correction, PaddingMode, Scale
 
+torch.fx.wrap("patch_norm_conv")  # one node of a symbolic trace, which cannot look inside
+
 __all__ = ["PatchNormConv1d", "PatchNormConv2d", "PatchNormConv3d"]
 
 
