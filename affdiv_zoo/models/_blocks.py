@@ -53,9 +53,9 @@ def fuse_activations(model: nn.Module) -> None:
     """Moves every ReLU of a timm ResNet into the PatchNorm convolution before it, where nothing stands between them.
 
     Args:
-        model: A ResNet whose convolutions are PatchNorm convolutions and whose norms are ``nn.Identity``. Changed in place:
-            blocks change class, ReLUs become ``nn.Identity``; other activations stay, but no longer work in place, since
-            they would overwrite what the convolution keeps.
+        model: A ResNet whose convolutions are PatchNorm convolutions and whose norms are ``nn.Identity``. Changed in
+            place: blocks change class, ReLUs become ``nn.Identity``; other activations stay, but no longer work in
+            place, since they would overwrite what the convolution keeps.
     """
     for module in model.modules():
         if isinstance(module, nn.Module) and getattr(module, "inplace", False):

@@ -274,11 +274,11 @@ def _create(cls: type[MlpNet], variant: str, pretrained: bool, **kwargs: Any) ->
 
 @register_model
 def mlp_cifar(pretrained: bool = False, **kwargs: Any) -> MlpNet:
-    """The fully connected net on 32 px images: ``norm``, ``width``, ``depth`` and ``act`` are keywords."""
+    """A fully connected net on 32 px images; its norm, width, depth and act are keywords."""
     return _create(MlpNet, "mlp_cifar", pretrained, **kwargs)
 
 
 @register_model
 def mlp_cifar_affine(pretrained: bool = False, **kwargs: Any) -> AffineMlpNet:
-    """The same with corrected linear layers."""
+    """A fully connected net on 32 px images, all linear layers corrected."""
     return _create(AffineMlpNet, "mlp_cifar_affine", pretrained, **kwargs)

@@ -200,11 +200,11 @@ def vit_base_patch16_224_affine(pretrained: bool = False, **kwargs: Any) -> Affi
 
 @register_model
 def vit_nano_patch4_32(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """timm's ViT, with LayerNorm, at 96 channels and 6 blocks for 32 px images: the next one's twin."""
+    """A ViT of 96 channels and 6 blocks for 32 px images, with LayerNorm."""
     return _create(VisionTransformer, "vit_nano_patch4_32", pretrained, **dict(_NANO, **kwargs))
 
 
 @register_model
 def vit_nano_patch4_32_affine(pretrained: bool = False, **kwargs: Any) -> AffineVisionTransformer:
-    """The same with corrected linears for norms."""
+    """A ViT of 96 channels and 6 blocks for 32 px images, with corrected linears for norms."""
     return _create(AffineVisionTransformer, "vit_nano_patch4_32_affine", pretrained, **dict(_NANO, **kwargs))
