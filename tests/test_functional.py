@@ -15,7 +15,7 @@ def randn(*shape, seed, offset=0.0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).add(offset).to(dtype)
 
 
-@settings(max_examples=300)
+@settings(max_examples=600)
 @given(
     options,
     st.integers(1, 9),
@@ -37,7 +37,7 @@ def test_linear_equals_the_formula(options, n, out, rows, bias, offset, seed):
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=600)
 @given(conv_cases(), options)
 def test_patch_norm_conv_equals_the_formula_on_every_patch(case, options):
     groups, kernel = case["args"]["groups"], case["kernel"]
@@ -63,7 +63,7 @@ def test_patch_norm_conv_equals_the_formula_on_every_patch(case, options):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=400)
 @given(conv_cases(), st.booleans())
 def test_patch_sqnorm_equals_the_sum_over_every_patch(case, center):
     x = randn(case["batch"], case["channels"], *case["size"], seed=case["seed"], offset=case["offset"])
