@@ -1,8 +1,9 @@
 """The projections of corrected attention as a single autograd node; see ``_fused`` for the algebra.
 
-With u = s r (W x + b), r = 1 / sqrt(||x||^2 + 1), in one matrix product: v is u, and every head's q and k are u times one
-number per token, which is a constant in the backward pass. The node scales q and k where they lie, and writes the three
-gradients straight into the gradient of u. That saves stacking them, which costs about as much as the correction does.
+With u = W x + b in one matrix product and r = 1 / sqrt(||x||^2 + 1), v is s r u, and every head's q and k are u times
+one number per token, which is a constant in the backward pass (but s r under "projection"). The node scales u where it
+lies, and writes the gradients of q, k and v straight into the gradient of u. That saves stacking them, which would cost
+about as much as the correction does.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from affdiv_zoo import _plain
 from affdiv_zoo._fused import _grad_of_plain
+from affdiv_zoo._plain import SHRINK
 
 
 class CorrectedQKV(torch.autograd.Function):
@@ -31,31 +33,25 @@ class CorrectedQKV(torch.autograd.Function):
         scale: str,
         eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, s = _centered(input, center), _plain.length_scale("affine", bias is not None, scale, weight.shape[1])
-        sr = s * _plain.inverse_norm(_plain.sum_of_squares(x, -1), _plain.floor("affine", bias is not None, eps))
-        unit = (x * sr).to(input.dtype)
-        if bias is None:
-            u = F.linear(unit, weight)
-        else:
-            u = (sr * bias).to(input.dtype)
-            u.flatten(0, 1).addmm_(unit.flatten(0, 1), weight.t())
-        u = u.unflatten(-1, (3, heads, -1))  # batch, tokens, 3, heads, head_dim
-        factor = sr.new_ones(1, 1, 2, heads, 1)
-        if attention == "separable":
-            # u is s times q / ||(x, 1)||, so these are the separable scales over s r.
-            norm = torch.linalg.vector_norm(u[:, :, :2], dim=-1, keepdim=True, dtype=sr.dtype)
-            factor = norm.square_().add_(eps * s * s).rsqrt_().sqrt_().mul_((0.5 / (s * s)) ** 0.25)
+        x = _centered(input, center)
+        r = _plain.inverse_norm(_plain.sum_of_squares(x, -1), _plain.floor("affine", bias is not None, eps))
+        s = _plain.length_scale("affine", bias is not None, scale, weight.shape[1])
+        u = F.linear(x.to(input.dtype), weight, bias).unflatten(-1, (3, heads, -1))  # batch, tokens, 3, heads, head_dim
+        r_u = r[..., None, None]
+        factor = (s * r_u).repeat(1, 1, 3, heads, 1)
+        if attention == "separable":  # as _plain.separable_scale, with less memory
+            norm = torch.linalg.vector_norm(u[:, :, :2], dim=-1, keepdim=True, dtype=r.dtype).mul_(r_u)
+            factor[:, :, :2] = norm.square_().add_(eps).rsqrt_().sqrt_().mul_(r_u * 0.5**0.25)
         factor[:, :, 0] *= temperature[:, None]
-        u[:, :, :2].mul_(factor)
-        ctx.save_for_backward(input, weight, bias, temperature, sr, factor, u)
+        u.mul_(factor)
+        ctx.save_for_backward(input, weight, bias, temperature, r, factor, u)
         ctx.options = heads, attention, "affine", center, scale, eps
-        ctx.s = s
         q, k, v = u.transpose(1, 3).unbind(2)
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, temperature, sr, factor, qkv = ctx.saved_tensors
+        input, weight, bias, temperature, r, factor, qkv = ctx.saved_tensors
         heads, attention, _, center, _, _ = ctx.options
         nones = (None,) * 5
         if torch.is_grad_enabled():
@@ -64,18 +60,16 @@ class CorrectedQKV(torch.autograd.Function):
 
         need_x, need_w, need_b, need_t = ctx.needs_input_grad[:4]
         gx = gw = gb = gt = None
-        gq, gk, gv = (g.transpose(1, 2) for g in grads)
+        grads = [g.transpose(1, 2) for g in grads]
         gu = torch.empty_like(qkv)
-        torch.mul(gq, factor[:, :, 0], out=gu[:, :, 0])
-        torch.mul(gk, factor[:, :, 1], out=gu[:, :, 1])
-        gu[:, :, 2] = gv
-        gu = gu.flatten(2).flatten(0, 1)
+        for i, g in enumerate(grads):
+            torch.mul(g, factor[:, :, i], out=gu[:, :, i])
+        gu = gu.flatten(2)
         x = _centered(input, center)
-        unit = x * sr
         if need_w or need_t:
-            gw = gu.t() @ unit.to(gu.dtype).flatten(0, 1)
+            gw = gu.flatten(0, 1).t() @ x.to(gu.dtype).flatten(0, 1)
         if bias is not None and (need_b or need_t):
-            gb = sr.to(gu.dtype).flatten() @ gu
+            gb = gu.sum((0, 1))
         if need_t:  # <dL/dq, q> of a head is <dL/dW_q, W_q> + <dL/db_q, b_q>, since q is linear in them
             rows = weight.shape[0] // 3
             dot = (_plain.widen(gw[:rows]) * weight[:rows]).sum(1)
@@ -83,12 +77,11 @@ class CorrectedQKV(torch.autograd.Function):
                 dot = dot + _plain.widen(gb[:rows]) * bias[:rows]
             gt = (dot.view(heads, -1).sum(1) / temperature).to(temperature.dtype)
         if need_x:
-            divided = range(3) if attention == "projection" else (2,)  # by s / r, which is no constant for these
-            dot = sum(
-                torch.linalg.vecdot(_plain.widen(grads[i].transpose(1, 2)), _plain.widen(qkv[:, :, i])) for i in divided
-            )
-            dot = dot.sum(-1, keepdim=True) * sr * (-1 / (ctx.s * ctx.s))
-            gx = _plain.widen((gu @ weight).view_as(input)).mul_(sr).addcmul_(unit, dot)
+            dot = torch.zeros_like(r)
+            for i in range(0 if attention == "projection" else 2, 3):  # those that are divided by 1 / r, no constant
+                dot = dot + (_plain.widen(grads[i]) * qkv[:, :, i]).sum((2, 3)).unsqueeze(-1)
+            # r^2 may underflow, r^2 / SHRINK does not.
+            gx = _plain.widen(gu @ weight).addcmul_(x, dot * (r / SHRINK**0.5).square(), value=-SHRINK)
             gx = (gx - gx.mean(-1, keepdim=True) if center else gx).to(input.dtype)
         return gx, gw if need_w else None, gb if need_b else None, gt, *nones
 

@@ -264,9 +264,9 @@ def separable_attention_scales(
     return separable_scale(query.detach(), r, eps), separable_scale(key.detach(), r, eps)
 
 
-def separable_scale(q: Tensor, r: Tensor, eps: float, shrink: float = SHRINK) -> Tensor:
+def separable_scale(q: Tensor, r: Tensor, eps: float) -> Tensor:
     """1 / sqrt(sqrt 2 ||q|| s) = r / sqrt(sqrt 2 ||r q||), with r = 1 / s. Not differentiable, hence in place."""
-    norm = sum_of_squares(widen(q), -1).sqrt_().mul_(r / math.sqrt(shrink))
+    norm = sum_of_squares(widen(q), -1).sqrt_().mul_(r / math.sqrt(shrink()))
     return norm.square_().add_(eps).rsqrt_().sqrt_().mul_(r * 0.5**0.25)
 
 

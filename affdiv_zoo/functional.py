@@ -738,9 +738,9 @@ def corrected_qkv(
     scale: str = "l2",
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Every head's q, k and v for an attention kernel with ``scale=1.0``: q . k is the corrected logit times temperature.
+    r"""Every head's q, k and v for an attention kernel: q . k is the corrected logit, times the head's temperature.
 
-    See :func:`corrected_attention_logits`; v takes the linear correction.
+    See :func:`corrected_attention_logits`; v takes the linear correction. Call the kernel with ``scale=1.0``.
 
     Args:
         input: The tokens x, ``(batch, tokens, dim)``, any floating dtype.

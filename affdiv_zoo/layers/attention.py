@@ -11,15 +11,16 @@ from torch import Tensor, nn
 
 from affdiv_zoo import _plain
 from affdiv_zoo._checks import check_choice, check_options
-from affdiv_zoo.functional import corrected_attention_logits, corrected_linear, separable_attention_scales
+from affdiv_zoo._plain import corrected_attention_logits, rescale_qk
+from affdiv_zoo.functional import corrected_linear, corrected_qkv
 from affdiv_zoo.layers.linear import CorrectedLinear
 from affdiv_zoo.types import AttentionCorrection, Correction, Scale
 
 __all__ = ["CorrectedAttention"]
 
-# torch.fx takes them whole: their argument checks depend on shapes, which a symbolic trace does not know.
+# torch.fx takes them whole: they look at dtypes, which a symbolic trace does not know.
 register_notrace_function(corrected_attention_logits)
-register_notrace_function(separable_attention_scales)
+register_notrace_function(rescale_qk)
 
 
 class CorrectedAttention(Attention):
@@ -45,8 +46,8 @@ class CorrectedAttention(Attention):
     * the others: ||q||^2 / s^2 and ||k||^2 / s^2 are near u = head_dim / dim, and their product's cosine has variance
       1 / head_dim. The logit is near sqrt(u / 2) times the cosine, so the temperature is (2 dim)^(1/2).
 
-    The correction is derived for q and k as they leave their projections. With ``qk_norm`` it is applied to the normalised
-    ones, whose size it then finds constant.
+    The correction is derived for q and k as they leave their projections. With ``qk_norm`` it is applied to the
+    normalised ones, whose size it then finds constant.
 
     Args:
         *args: As in ``timm.layers.Attention``: dim, num_heads, ...
@@ -57,8 +58,8 @@ class CorrectedAttention(Attention):
         scale: Of the linear correction, ``"l2"`` (the paper) or ``"rms"`` (ours).
         eps: Added to ||x||^2 where no 1 is (without ``qkv_bias``), and to the squared norms of queries and keys.
         temperature: Where every head's temperature starts, instead of the above.
-        proj_correction: The linear correction of the output projection, with the same ``center`` and ``scale``. Plain by
-            default, since its input is a mean of corrected values.
+        proj_correction: The linear correction of the output projection, with the same ``center`` and ``scale``.
+            Plain by default, since its input is a mean of corrected values.
         **kwargs: As in ``timm.layers.Attention``.
 
     Shapes: ``(batch, tokens, dim)`` to ``(batch, tokens, dim_out)``, dtype kept.
@@ -67,7 +68,6 @@ class CorrectedAttention(Attention):
         ValueError: An option is unknown, or does not fit the others.
     """
 
-    attention: Final[str]
     fused_attn: Final[bool]
 
     def __init__(
@@ -99,9 +99,8 @@ class CorrectedAttention(Attention):
         self.register_parameter("logit_scale", None)
         if attention == "none":
             return
-        self.qkv = _like(
-            self.qkv, CorrectedLinear if attention == "projection" else _QKV, correction=correction, **options
-        )
+        cls = CorrectedLinear if attention == "projection" else _QKV
+        self.qkv = _like(self.qkv, cls, correction=correction, **options)
         if temperature is None:
             temperature = self.head_dim**-0.5 if attention == "projection" else math.sqrt(2 * self.qkv.in_features)
         self.temperature = temperature
@@ -117,24 +116,25 @@ class CorrectedAttention(Attention):
         """Attention among the tokens; ``attn_mask`` and ``is_causal`` as in timm's and torch's attention."""
         B, N, C = x.shape
         gate = self.gate(x).sigmoid() if self.gate is not None else None
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        q, k = self.q_norm(q), self.k_norm(k)
-
+        pairwise = self.attention == "logit" or self.attention == "exact"
         scale = self.scale
         temperature = x  # TorchScript wants it defined
         if self.logit_scale is not None:
             scale = 1.0
-            temperature = _plain.widen(self.logit_scale).exp().view(-1, 1, 1)
-            if self.attention == "separable":
-                a, b = separable_attention_scales(
-                    x, q, k, bias=self.qkv.bias is not None, center=self.center, eps=self.eps
-                )
-                q, k = (q * (a * temperature)).to(q.dtype), (k * b).to(k.dtype)
-            elif self.attention == "projection":
-                q = (q * temperature).to(q.dtype)
+            temperature = self.logit_scale.exp()
 
-        pairwise = self.attention == "logit" or self.attention == "exact"
+        if not torch.jit.is_scripting() and self._in_one(x):
+            w, b = self.qkv.weight, self.qkv.bias
+            q, k, v = corrected_qkv(
+                x, w, b, temperature, self.attention, center=self.center, scale=self.qkv.scale, eps=self.eps
+            )
+        else:
+            q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+            q, k = self.q_norm(q), self.k_norm(k)
+            if self.logit_scale is not None and not pairwise:
+                bias = self.qkv.bias is not None
+                q, k = rescale_qk(x, q, k, temperature, self.attention, bias, self.center, self.eps)
+
         if self.fused_attn and not pairwise:
             x = F.scaled_dot_product_attention(
                 q,
@@ -148,9 +148,9 @@ class CorrectedAttention(Attention):
         else:
             if pairwise:
                 attn = corrected_attention_logits(
-                    x, q, k, self.attention, bias=self.qkv.bias is not None, center=self.center, eps=self.eps
+                    x, q, k, self.attention, self.qkv.bias is not None, self.center, self.eps
                 )
-                attn = (attn * temperature).to(q.dtype)
+                attn = (attn * temperature.view(-1, 1, 1)).to(q.dtype)
             else:
                 attn = (q * scale) @ k.transpose(-2, -1)
             attn = maybe_add_mask(attn, resolve_self_attn_mask(N, attn, attn_mask, is_causal))
@@ -161,6 +161,22 @@ class CorrectedAttention(Attention):
         if gate is not None:
             x = x * gate
         return self.proj_drop(self.proj(x))
+
+    @torch.jit.unused
+    def _in_one(self, x: Tensor) -> bool:
+        """Whether q, k and v can come from one node, past the modules between: these are ours, and nobody watches."""
+        between = (self.qkv, self.q_norm, self.k_norm)
+        hooked = any(
+            m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in between
+        )
+        return (
+            self.attention in ("projection", "separable")
+            and type(self.qkv) in (CorrectedLinear, _QKV)
+            and self.qkv.correction == "affine"
+            and type(self.q_norm) is type(self.k_norm) is nn.Identity
+            and type(x) is Tensor
+            and not hooked
+        )
 
     def extra_repr(self) -> str:
         return f"attention={self.attention}"
@@ -176,17 +192,17 @@ class _QKV(CorrectedLinear):
         nn.init.normal_(self.weight[: self.out_features // 3 * 2], std=self.in_features**-0.5)
 
     def forward(self, input: Tensor) -> Tensor:
-        plain = self.out_features // 3 * 2
-        qk_weight, v_weight = self.weight[:plain], self.weight[plain:]
+        if torch.jit.is_scripting():
+            return _plain.attention_projections(
+                input, self.weight, self.bias, "separable", self.correction, self.center, self.scale, self.eps
+            )
+        plain, center, eps = self.out_features // 3 * 2, self.center, self.eps
         qk_bias = None if self.bias is None else self.bias[:plain]
         v_bias = None if self.bias is None else self.bias[plain:]
-        if torch.jit.is_scripting():
-            qk = _plain.corrected_linear(input, qk_weight, qk_bias, "none", self.center, "l2", self.eps)
-            v = _plain.corrected_linear(input, v_weight, v_bias, self.correction, self.center, self.scale, self.eps)
-            return torch.cat([qk, v], -1)
-        options = dict(center=self.center, eps=self.eps)
-        qk = corrected_linear(input, qk_weight, qk_bias, correction="none", **options)
-        v = corrected_linear(input, v_weight, v_bias, correction=self.correction, scale=self.scale, **options)
+        qk = corrected_linear(input, self.weight[:plain], qk_bias, correction="none", center=center, eps=eps)
+        v = corrected_linear(
+            input, self.weight[plain:], v_bias, correction=self.correction, center=center, scale=self.scale, eps=eps
+        )
         return torch.cat([qk, v], -1)
 
 

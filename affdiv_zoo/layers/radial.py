@@ -5,20 +5,18 @@ from functools import partial
 from typing import get_args
 
 import torch
-from timm.layers import register_notrace_function
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from affdiv_zoo import _plain
 from affdiv_zoo._checks import check_choice, check_options
 from affdiv_zoo.functional import parameterised_scale, radial_map
 from affdiv_zoo.types import RadialKind, Scale
 
 __all__ = ["ParameterisedScale", "RadialActivation"]
 
-# torch.fx takes them whole: their argument checks depend on shapes, which a symbolic trace does not know.
-register_notrace_function(radial_map)
-register_notrace_function(parameterised_scale)
 
-
+@register_notrace_module  # torch.fx takes it whole: the argument checks depend on what a symbolic trace does not know
 class RadialActivation(nn.Module):
     r"""s x / sqrt(||x||^2 + eps), or + 1: a normaliser's parameter-free half, :func:`affdiv_zoo.functional.radial_map`.
 
@@ -58,12 +56,15 @@ class RadialActivation(nn.Module):
         self.eps = eps
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return _plain.radial_map(input, self.kind, self.dim, self.center, self.scale, self.eps)
         return radial_map(input, self.kind, dim=self.dim, center=self.center, scale=self.scale, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, dim={self.dim}, center={self.center}, scale={self.scale}"
 
 
+@register_notrace_module
 class ParameterisedScale(nn.Module):
     """weight * x + bias per channel: a normaliser's other half, :func:`affdiv_zoo.functional.parameterised_scale`.
 
@@ -76,8 +77,8 @@ class ParameterisedScale(nn.Module):
         dtype: Of the parameters.
         dim: -1 for tokens, 1 for the channels of NCHW.
 
-    Shapes: any with ``num_features`` in ``dim``, dtype kept. timm knows it as the norm ``"parameterised_scale"``, and, for
-    NCHW, ``"parameterised_scale2d"``.
+    Shapes: any with ``num_features`` in ``dim``, dtype kept. timm knows it as the norm ``"parameterised_scale"``, and
+    as ``"parameterised_scale2d"`` for NCHW.
     """
 
     def __init__(self, num_features: int, bias: bool = True, device=None, dtype=None, *, dim: int = -1) -> None:
@@ -94,6 +95,8 @@ class ParameterisedScale(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return _plain.parameterised_scale(input, self.weight, self.bias, self.dim)
         return parameterised_scale(input, self.weight, self.bias, dim=self.dim)
 
     def extra_repr(self) -> str:
@@ -103,8 +106,8 @@ class ParameterisedScale(nn.Module):
 def _register_names() -> None:
     """Lets timm's factories find the layers by name, so that a name in a model's config is enough.
 
-    timm has no public way; its factories take the classes in any case. So a timm that keeps its tables elsewhere only loses
-    the names, and no name of its own is touched.
+    timm has no public way; its factories take the classes in any case. So with a timm that keeps its tables elsewhere
+    only the names are lost. No name of timm's own is touched.
     """
     tables = {
         "create_act": (
