@@ -188,7 +188,8 @@ def box_sum(x: Tensor, kernel: list[int], stride: list[int], padding: list[int],
         end = x.shape[dim] - dilation[d] * (kernel[d] - 1)
         total = torch.ops.aten.slice(x, dim, 0, end, stride[d])
         for j in range(1, kernel[d]):
-            total = total + torch.ops.aten.slice(x, dim, j * dilation[d], j * dilation[d] + end, stride[d])
+            part = torch.ops.aten.slice(x, dim, j * dilation[d], j * dilation[d] + end, stride[d])
+            total = total + part if j == 1 else total.add_(part)
         x = total
     return x
 
@@ -336,14 +337,9 @@ def corrected_attention_logits(
     if attention == "projection":
         return logits
     q, k = widen(q), widen(k)
-    squares = (q * q).sum(-1, keepdim=True) + (k * k).sum(-1, keepdim=True).transpose(-2, -1)
-    return correct_pairs(logits, squares, attention, eps).to(query.dtype)
-
-
-def correct_pairs(logits: Tensor, squares: Tensor, attention: str, eps: float) -> Tensor:
-    """The "logit" and "exact" corrections of q . k for affine-like q and k, given ||q||^2 + ||k||^2."""
+    squares = (q * q).sum(-1, keepdim=True) + ((k * k).sum(-1, keepdim=True) + eps).transpose(-2, -1)
     if attention == "logit":
-        return logits * torch.rsqrt(squares.detach() + eps)
+        return (logits * torch.rsqrt(squares.detach())).to(query.dtype)
     twice = 2 * widen(logits)  # ||q +- k||^2 = squares +- twice
-    plus, minus = (squares + twice).clamp(min=0.0), (squares - twice).clamp(min=0.0)
-    return twice / (torch.sqrt(plus + eps) + torch.sqrt(minus + eps))
+    lengths = [torch.sqrt(torch.clamp(t, min=eps)) for t in (squares + twice, squares - twice)]
+    return (0.5 * (lengths[0] - lengths[1])).to(query.dtype)
