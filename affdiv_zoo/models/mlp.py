@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from timm.layers import create_classifier, get_act_layer, get_device_dtype
+from timm.layers import create_classifier, get_act_layer
 from timm.layers.trace_utils import _assert
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
@@ -145,8 +145,10 @@ class MlpNet(nn.Module):
         """A fresh classifier; the pooling stays as it is if ``global_pool`` is None."""
         self.num_classes = num_classes
         pool = self.global_pool.pool_type if global_pool is None else global_pool
-        dd = get_device_dtype(self)
-        self.global_pool, self.head = create_classifier(self.num_features, num_classes, pool_type=pool, **dd)
+        like = self.layers[0].fc.weight
+        self.global_pool, self.head = create_classifier(
+            self.num_features, num_classes, pool_type=pool, device=like.device, dtype=like.dtype
+        )
         self.global_pool.train(self.training)
         self.head.train(self.training)
 
