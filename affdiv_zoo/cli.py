@@ -1,5 +1,8 @@
 """The ``affdiv-zoo`` command."""
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 import affdiv_zoo
@@ -38,6 +41,48 @@ def info(name: str = typer.Argument(..., help="A model, e.g. resnet18_patchnorm;
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
     typer.echo(text)
+
+
+@app.command()
+def convert(
+    name: Annotated[str, typer.Argument(help="A timm model, e.g. resnet50.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; timm.create_model('local-dir:OUT') loads it.")],
+    correction: Annotated[str, typer.Option(help="affine, norm or gradient.")] = "affine",
+    center: Annotated[str, typer.Option(help="auto (as the norm that is replaced), true or false.")] = "auto",
+    scale: Annotated[str, typer.Option(help="rms or l2.")] = "rms",
+    attention: Annotated[str, typer.Option(help="none, projection, separable, logit or exact.")] = "none",
+    pretrained: Annotated[bool, typer.Option(help="Start from timm's weights, which it may download.")] = False,
+    checkpoint: Annotated[Path | None, typer.Option(help="Start from these weights, e.g. .safetensors.")] = None,
+    images: Annotated[Path | None, typer.Option(help="Calibrate on this folder's images; without, on noise.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many of the images.")] = 16,
+    model_kwargs: Annotated[
+        list[str] | None, typer.Option(help="key=value for timm.create_model; may be repeated.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace the files in a folder that is not empty.")] = False,
+) -> None:
+    """Swap a timm model's norm + affine pairs for corrected layers, and save it."""
+    from affdiv_zoo.convert.saved import convert_to_directory
+
+    try:
+        report = convert_to_directory(
+            name,
+            out,
+            correction=correction,
+            center=center,
+            scale=scale,
+            attention=attention,
+            pretrained=pretrained,
+            checkpoint=checkpoint,
+            images=images,
+            samples=samples,
+            model_kwargs=model_kwargs or [],
+            overwrite=overwrite,
+        )
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(report)
+    typer.echo(f"saved to {out}")
 
 
 @app.command()
