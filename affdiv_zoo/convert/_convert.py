@@ -424,7 +424,8 @@ def _decide_batch_norm(norm: nn.Module, calls: list, trace: Trace, correction: s
         return f"the output of {name} also goes to {other}", []
     if len(trace.calls[layer]) > 1:
         return f"{name} is called more than once", []
-    return _why_not_plain(layer, trace, correction), [] if _why_not_plain(layer, trace, correction) else [layer]
+    why = _why_not_plain(layer, trace, correction)
+    return why, [] if why else [layer]
 
 
 def _swap(layer: nn.Module, norm: Formula | BatchNormStats, correction: str, center: bool | None, scale: str):

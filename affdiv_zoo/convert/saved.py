@@ -47,7 +47,13 @@ def affdiv_converted(pretrained: bool = False, base: str = "resnet18", plan: str
     )
 
 
-def save_converted(model: nn.Module, report: ConversionReport, directory: str | Path, overwrite: bool = False) -> None:
+def save_converted(
+    model: nn.Module,
+    report: ConversionReport,
+    directory: str | Path,
+    overwrite: bool = False,
+    model_args: dict[str, Any] | None = None,
+) -> None:
     """Writes ``model.safetensors``, ``config.json`` and ``conversion.json`` (the report) into a folder.
 
     ``timm.create_model("local-dir:DIR", pretrained=True)`` loads it where ``affdiv_zoo`` is imported. Every file is
@@ -58,6 +64,7 @@ def save_converted(model: nn.Module, report: ConversionReport, directory: str | 
         report: What the conversion returned.
         directory: Made if it does not exist.
         overwrite: Replace the three files in a folder that is not empty.
+        model_args: The keywords that ``timm.create_model`` was given; timm before 1.0.31 does not remember them.
 
     Raises:
         FileExistsError: The folder is not empty.
@@ -75,14 +82,15 @@ def save_converted(model: nn.Module, report: ConversionReport, directory: str | 
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         model.pretrained_cfg = {**cfg, "architecture": "affdiv_converted"}
-        model_args = {"base": cfg["architecture"], "plan": report.plan()}
+        model_args = {k: v for k, v in (model_args or {}).items() if not k.startswith("pretrained_cfg")}
+        model_args |= {"base": cfg["architecture"], "plan": report.plan()}
         try:
             save_for_hf(model, temporary, model_args=model_args, safe_serialization=True)
         finally:
             model.pretrained_cfg = cfg
         path = temporary / "config.json"
         config = json.loads(path.read_text())
-        config["model_args"].pop("num_classes", None)  # transformers' TimmWrapper would pass it twice
+        config["model_args"].pop("num_classes", None)  # else transformers' TimmWrapper would pass it twice
         path.write_text(json.dumps(config, indent=2) + "\n")
         (temporary / "conversion.json").write_text(json.dumps(report.to_dict(), indent=2) + "\n")
         directory.mkdir(exist_ok=True)
@@ -138,7 +146,7 @@ def convert_to_directory(
     example = None if images is None else load_images(model, images, samples)
     center = {"auto": None, "true": True, "false": False}[center]
     model, report = convert(model, correction, center, scale, attention, example)
-    save_converted(model, report, directory, overwrite)
+    save_converted(model, report, directory, overwrite, kwargs)
     return report
 
 
