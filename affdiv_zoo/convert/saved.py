@@ -64,7 +64,7 @@ def save_converted(
         report: What the conversion returned.
         directory: Made if it does not exist.
         overwrite: Replace the three files in a folder that is not empty.
-        model_args: The keywords that ``timm.create_model`` was given; timm before 1.0.31 does not remember them.
+        model_args: The keywords that ``timm.create_model`` was given; older timm versions do not remember them.
 
     Raises:
         FileExistsError: The folder is not empty.
