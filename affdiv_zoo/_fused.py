@@ -11,8 +11,7 @@ the sum over the patches that a pixel belongs to is the transposed box sum.
 A second derivative is taken through the plain operations (``_plain``).
 """
 
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -232,40 +231,47 @@ def _computed_weight(weight: Tensor, center: bool) -> Tensor:
 def _patch_sqnorm(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, center: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """``_plain.patch_sqnorm`` and the patches' means, with small temporaries."""
+    """``_plain.patch_sqnorm`` and the patches' means, with one small temporary."""
     channels = x.shape[1] // groups
-    zero = torch.zeros((), dtype=_plain.widen(x[:0]).dtype, device=x.device)
-    squares, means = [], []
-    for part in _chunks(x):
-        part = _plain.widen(part).unflatten(1, (groups, channels))
+    x = x.unflatten(1, (groups, channels))
+    wide = _plain.widen(x[:0])
+    squares = wide.new_empty(x.shape[:2] + x.shape[3:])
+    means = torch.empty_like(squares) if center else squares
+    zero, step, scratch = wide.new_zeros(()), _step(x), None
+    for start in range(0, len(x), step):
+        part = _plain.widen(x[start : start + step])
+        scratch = torch.empty_like(part) if scratch is None else scratch[: len(part)]
         if center:
-            means.append(part.sum(2, keepdim=True) / channels)
-            part = part - means[-1]
-            torch.addcmul(zero, part, part, value=SHRINK, out=part)
-        else:
-            part = torch.addcmul(zero, part, part, value=SHRINK)
-        squares.append(part.sum(2))
-    squares = torch.cat(squares)
+            mean = torch.sum(part, 2, out=means[start : start + step]).div_(channels)
+            part = torch.sub(part, mean.unsqueeze(2), out=scratch)
+        torch.addcmul(zero, part, part, value=SHRINK, out=scratch)
+        torch.sum(scratch, 2, out=squares[start : start + step])
     if not center:
         return _plain.box_sum(squares, kernel, stride, padding, dilation), None
-    return _plain.centered_box(squares, torch.cat(means).squeeze(2), channels, kernel, stride, padding, dilation)
+    return _plain.centered_box(squares, means, channels, kernel, stride, padding, dilation)
 
 
 def _dot(g: Tensor, z: Tensor, residual: Tensor | None, groups: int) -> Tensor:
     """<g, z - residual> over each group's channels, in float32 at least: ``(batch, groups, *output)``."""
-    dots = []
-    rest = itertools.repeat(None) if residual is None else _chunks(residual)
-    for part, y, res in zip(_chunks(g), _chunks(z), rest, strict=False):
-        product = _plain.widen(part) * y if res is None else (_plain.widen(y) - res).mul_(part)
-        dots.append(product.unflatten(1, (groups, -1)).sum(2))
-    return torch.cat(dots)
+    wide = _plain.widen(g[:0])
+    dots = wide.new_empty((len(g), groups, *g.shape[2:]))
+    step, scratch = _step(g), None
+    for start in range(0, len(g), step):
+        part, y = _plain.widen(g[start : start + step]), z[start : start + step]
+        scratch = torch.empty_like(part) if scratch is None else scratch[: len(part)]
+        if residual is None:
+            torch.mul(part, y, out=scratch)
+        else:
+            torch.sub(_plain.widen(y), residual[start : start + step], out=scratch).mul_(part)
+        torch.sum(scratch.unflatten(1, (groups, -1)), 2, out=dots[start : start + step])
+    return dots
 
 
-def _chunks(x: Tensor) -> Iterable[Tensor]:
-    """The batch in parts of about a megabyte on a CPU, where fresh memory for temporaries costs more than the sums."""
+def _step(x: Tensor) -> int:
+    """How many samples to take at a time: on a CPU, fresh memory for large temporaries costs more than the sums."""
     if x.device.type != "cpu" or x.numel() == 0:
-        return (x,)
-    return x.split(max(1, 2**18 * x.shape[0] // x.numel()))
+        return max(1, len(x))
+    return max(1, 2**18 * len(x) // x.numel())
 
 
 def _box_sum_transposed(

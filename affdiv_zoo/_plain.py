@@ -98,7 +98,7 @@ def as_computed(x: Tensor) -> Tensor:
 def shrink() -> float:
     """The factor that squares are summed with, so that float32 holds ||x|| up to 3e26 and not only up to 2e19.
 
-    What it pushes below the smallest float32, x < 2e-12, cannot be seen beside the 1 (or the eps) that is added to the sum.
+    What it pushes below the smallest float32, x < 2e-12, cannot be seen beside the 1 (or the eps) added to the sum.
     Exported graphs do without it: ONNX optimisers drop the addition of a number so small as 1 becomes.
     """
     if torch.jit.is_scripting():
@@ -153,30 +153,34 @@ def patch_sqnorm(
 
 
 def centered_box(
-    within: Tensor,
+    squares: Tensor,
     mean: Tensor,
-    channels: int,
+    count: int,
     kernel: list[int],
     stride: list[int],
     padding: list[int],
     dilation: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """||patch - its mean||^2 and the patch's mean, from each pixel's mean and sum of squares about that mean.
+    """||patch - its mean||^2 and the patch's mean, from each pixel's mean and sum of squares about it, over ``count``.
 
-    Both sums are times :func:`shrink`.
-
-    The part between pixels, sum m^2 - (sum m)^2 / k, loses its digits where the mean is large: hence float64 (which MPS
-    has not), on maps of one channel.
+    Both sums are times :func:`shrink`. Groups of equal size merge, one dimension after the other: the mean becomes the
+    mean of the means, and the sum of squares gains count * sum (mean - new mean)^2 (Chan, Golub and LeVeque, 1983). A
+    large common mean costs no digits this way, unlike in sum x^2 - (sum x)^2 / n.
     """
-    wide = torch.float32 if mean.device.type == "mps" else torch.float64
-    pixels = 1
-    for k in kernel:
-        pixels *= k
-    m = mean.to(wide)
-    both = torch.cat([m / pixels, within.to(wide) + (channels * shrink()) * m * m], 1)
-    patch_mean, squares = box_sum(both, kernel, stride, padding, dilation).chunk(2, 1)
-    total = squares - (channels * pixels * shrink()) * patch_mean * patch_mean
-    return total.clamp(min=0.0).to(within.dtype), patch_mean.to(within.dtype)
+    if max(padding) > 0:
+        mean, squares = F.pad(mean, both_sides(padding)), F.pad(squares, both_sides(padding))
+    for d in range(len(kernel)):
+        means = windows(mean, d + 2, kernel[d], stride[d], dilation[d])
+        squares = add_up(windows(squares, d + 2, kernel[d], stride[d], dilation[d]))
+        if kernel[d] == 1:
+            mean = means[0]
+        else:
+            mean = add_up(means) / kernel[d]
+            for m in means:
+                m = m - mean
+                squares = torch.addcmul(squares, m, m, value=count * shrink())
+        count *= kernel[d]
+    return squares, mean
 
 
 def box_sum(x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
@@ -184,14 +188,24 @@ def box_sum(x: Tensor, kernel: list[int], stride: list[int], padding: list[int],
     if max(padding) > 0:
         x = F.pad(x, both_sides(padding))
     for d in range(len(kernel)):
-        dim = d + 2
-        end = x.shape[dim] - dilation[d] * (kernel[d] - 1)
-        total = torch.ops.aten.slice(x, dim, 0, end, stride[d])
-        for j in range(1, kernel[d]):
-            part = torch.ops.aten.slice(x, dim, j * dilation[d], j * dilation[d] + end, stride[d])
-            total = total + part if j == 1 else total.add_(part)
-        x = total
+        x = add_up(windows(x, d + 2, kernel[d], stride[d], dilation[d]))
     return x
+
+
+def windows(x: Tensor, dim: int, kernel: int, stride: int, dilation: int) -> list[Tensor]:
+    """For each place in the kernel along ``dim``, what it sees from all output positions: views of ``x``."""
+    end = x.shape[dim] - dilation * (kernel - 1)
+    return [torch.ops.aten.slice(x, dim, j * dilation, j * dilation + end, stride) for j in range(kernel)]
+
+
+def add_up(parts: list[Tensor]) -> Tensor:
+    """The sum of the parts; a single part as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total = total.add_(part)
+    return total
 
 
 def both_sides(padding: list[int]) -> list[int]:
