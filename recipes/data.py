@@ -186,11 +186,19 @@ class Split:
 
 @dataclass
 class Source:
-    """A data set that has been found, but not decoded."""
+    """A data set that has been found.
+
+    Attributes:
+        train: The training images.
+        test: The test images, if they have a split of their own.
+        label_names: The classes' names, in the order of their numbers.
+        arrays: What `decode_small` has made of the images so far, by `--img-size`.
+    """
 
     train: Split
     test: Split | None
     label_names: list[str]
+    arrays: dict[int | None, list[np.ndarray] | None] = field(default_factory=dict, repr=False)
 
 
 def load_image(images: ArrayImages | FileImages | HubImages, index: int, dataset: str) -> Image.Image:
@@ -681,7 +689,7 @@ class Data:
     collate_fn: Any = field(default=None, repr=False)
 
 
-def load_data(args: Any, pretrained_cfg: dict[str, Any]) -> Data:
+def load_data(args: Any, pretrained_cfg: dict[str, Any], source: Source | None = None) -> Data:
     """Makes the data sets of a run.
 
     Which image is used for what follows from `--split-seed` alone, so that runs with different `--seed` are trained
@@ -690,11 +698,13 @@ def load_data(args: Any, pretrained_cfg: dict[str, Any]) -> Data:
     Args:
         args: The recipe's arguments.
         pretrained_cfg: timm's description of the model, for the input of images that are not held in memory.
+        source: What `find_source` returns for these arguments, if it was called before. What is decoded here stays with
+            it, so that the next run on it need not do it again.
 
     Returns:
         The data sets and what is known about them.
     """
-    source = find_source(args)
+    source = source or find_source(args)
     name = args.dataset
     if len(source.label_names) < 2:
         raise RecipeError(f"--dataset {name!r} has {len(source.label_names)} class(es); at least 2 are needed")
@@ -707,7 +717,9 @@ def load_data(args: Any, pretrained_cfg: dict[str, Any]) -> Data:
     if augment == "auto":
         augment = "none" if name == "digits" else "crop-flip"  # a mirrored digit is another digit, or none
 
-    arrays = decode_small(source, args.img_size, name)
+    if args.img_size not in source.arrays:
+        source.arrays[args.img_size] = decode_small(source, args.img_size, name)
+    arrays = source.arrays[args.img_size]
     if arrays is not None:
         train_array, test_array = arrays[0], arrays[-1]
         mean, std = channel_statistics(train_array[train_positions])

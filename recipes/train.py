@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 import accelerate
 import timm
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from data import (
     AUGMENTATIONS,
@@ -85,6 +85,20 @@ FOREIGN_CFG_KEYS = (
     "test_crop_pct",
     "min_input_size",
 )
+
+
+class DivergedError(RecipeError):
+    """A loss that is no longer finite.
+
+    Attributes:
+        epoch: The epoch in which that was seen, from 1.
+        rows: The log of the epochs before it.
+    """
+
+    def __init__(self, lr: float, epoch: int, rows: list[dict[str, Any]]):
+        super().__init__(f"--lr {lr}: the loss is no longer finite in epoch {epoch}; lower --lr or set --clip-grad 1")
+        self.epoch = epoch
+        self.rows = rows
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -194,6 +208,12 @@ def build_parser() -> argparse.ArgumentParser:
         "With 0, each epoch is evaluated on the test set",
     )
     group.add_argument(
+        "--test",
+        choices=("auto", "end", "never"),
+        default="auto",
+        help="when to read the test set; auto: at the end with --val-fraction, else after each epoch",
+    )
+    group.add_argument(
         "--test-fraction", type=fraction, default=0.2, help="share held out for testing where there is no test split"
     )
     group.add_argument(
@@ -242,10 +262,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
     """Parses the command line and completes what depends on other options."""
-    args = build_parser().parse_args(argv)
+    parser = parser or build_parser()
+    args = parser.parse_args(argv)
     args.model_kwargs = dict(args.model_kwargs)
+    if args.test == "never" and not args.val_fraction:
+        parser.error("--test never: leaves nothing to evaluate on; set --val-fraction too, such as 0.1")
     if args.output is None:
         dataset = "digits" if args.dataset == "digits" else Path(args.dataset).resolve().name
         args.output = Path("runs", re.sub(r"[^\w.-]+", "_", f"{args.model}-{dataset}-seed{args.seed}"))
@@ -382,8 +405,10 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def build_loaders(args: argparse.Namespace, data: Data, processes: int) -> tuple[DataLoader, DataLoader, DataLoader]:
-    """Makes the loaders for training, for evaluation after each epoch and for the test set."""
+def build_loaders(
+    args: argparse.Namespace, data: Data, processes: int
+) -> tuple[DataLoader, DataLoader | None, DataLoader | None]:
+    """Makes the loaders for training, for evaluation after each epoch and for the test set, where they are needed."""
     workers = args.workers if args.workers is not None else 0 if data.in_memory else cpu_workers()
     common = dict(num_workers=workers, collate_fn=data.collate_fn)
     train = DataLoader(
@@ -394,9 +419,10 @@ def build_loaders(args: argparse.Namespace, data: Data, processes: int) -> tuple
         drop_last=len(data.train) >= args.batch_size * processes,
         **common,
     )
-    test = DataLoader(data.test, batch_size=args.eval_batch_size, **common)
-    val = DataLoader(data.val, batch_size=args.eval_batch_size, **common) if data.val is not None else test
-    return train, val, test
+    test = DataLoader(data.test, batch_size=args.eval_batch_size, **common) if args.test != "never" else None
+    if data.val is not None:
+        return train, DataLoader(data.val, batch_size=args.eval_batch_size, **common), test
+    return train, test if args.test == "auto" else None, test
 
 
 @torch.no_grad()
@@ -423,7 +449,7 @@ def in_memory_format(images: torch.Tensor, channels_last: bool) -> torch.Tensor:
 
 def train(
     args: argparse.Namespace, accelerator: Accelerator, model: nn.Module, data: Data, folder: Path | None
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Trains, evaluates, and writes the log and the weights.
 
     Args:
@@ -431,18 +457,22 @@ def train(
         accelerator: What runs it.
         model: The model; it is left as the trained one.
         data: The data sets.
-        folder: Where to write; None except in the main process.
+        folder: Where to write; None to write nothing, and except in the main process.
 
     Returns:
-        The metrics.
+        The metrics, and the log: one row per epoch.
+
+    Raises:
+        DivergedError: A loss is no longer finite.
     """
     if args.channels_last:
         model = model.to(memory_format=torch.channels_last)
     optimizer = build_optimizer(args, model)
     loaders = build_loaders(args, data, accelerator.num_processes)
     same = loaders[1] is loaders[2]
-    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, *loaders[:2])
-    test_loader = eval_loader if same else accelerator.prepare(loaders[2])
+    model, optimizer, train_loader = accelerator.prepare(model, optimizer, loaders[0])
+    eval_loader = loaders[1] and accelerator.prepare(loaders[1])
+    test_loader = eval_loader if same else loaders[2] and accelerator.prepare(loaders[2])
     eval_name = "test" if same else "val"
 
     total = len(train_loader) * args.epochs
@@ -460,7 +490,8 @@ def train(
         updates_per_epoch=1,
     )
     criterion = nn.CrossEntropyLoss(label_smoothing=args.label_smoothing)
-    columns = ("epoch", "train_loss", "train_top1", f"{eval_name}_loss", f"{eval_name}_top1", "lr", "seconds")
+    eval_columns = () if eval_loader is None else (f"{eval_name}_loss", f"{eval_name}_top1")
+    columns = ("epoch", "train_loss", "train_top1", *eval_columns, "lr", "seconds")
     rows: list[dict] = []
     updates = 0
     start = time.perf_counter()
@@ -497,31 +528,37 @@ def train(
                     break
             loss_sum, hit_sum, image_sum = accelerator.reduce(sums, "sum").tolist()
             if not math.isfinite(loss_sum):
-                raise RecipeError(
-                    f"--lr {args.lr}: the training loss is no longer finite in epoch {epoch + 1}; lower --lr or set "
-                    "--clip-grad 1"
-                )
-            eval_loss, eval_top1, eval_images = evaluate(accelerator, model, eval_loader, args.channels_last)
-            row = (epoch + 1, loss_sum / image_sum, hit_sum / image_sum, eval_loss, eval_top1, lr)
-            rows.append(dict(zip(columns, (*row, time.perf_counter() - epoch_start), strict=True)))
-            progress.set_postfix({"loss": f"{row[1]:.3f}", eval_name: f"{eval_top1:.2%}"})
+                raise DivergedError(args.lr, epoch + 1, rows)
+            row = [epoch + 1, loss_sum / image_sum, hit_sum / image_sum]
+            shown = {"loss": f"{row[1]:.3f}"}
+            if eval_loader is not None:
+                eval_loss, eval_top1, eval_images = evaluate(accelerator, model, eval_loader, args.channels_last)
+                if not math.isfinite(eval_loss):  # of the last update, which no training loss shows
+                    raise DivergedError(args.lr, epoch + 1, rows)
+                row += [eval_loss, eval_top1]
+                shown[eval_name] = f"{eval_top1:.2%}"
+            rows.append(dict(zip(columns, (*row, lr, time.perf_counter() - epoch_start), strict=True)))
+            progress.set_postfix(shown)
 
     metrics: dict[str, Any] = {}
-    best = max(rows, key=lambda row: row[f"{eval_name}_top1"])
-    test_loss, test_top1, test_images = eval_loss, eval_top1, eval_images
-    if not same:
+    if data.val is not None:
         metrics.update(val_top1=eval_top1, val_loss=eval_loss)
-        test_loss, test_top1, test_images = evaluate(accelerator, model, test_loader, args.channels_last)
+    if test_loader is not None:
+        if not same:
+            eval_loss, eval_top1, eval_images = evaluate(accelerator, model, test_loader, args.channels_last)
+            if not math.isfinite(eval_loss):
+                raise DivergedError(args.lr, epochs, rows)
+        metrics.update(test_top1=eval_top1, test_loss=eval_loss, test_images=eval_images)
     seconds = time.perf_counter() - start
-    metrics.update(test_top1=test_top1, test_loss=test_loss)
-    metrics[f"best_{eval_name}_top1"] = best[f"{eval_name}_top1"]
-    metrics[f"best_{eval_name}_epoch"] = best["epoch"]
+    if eval_loader is not None:
+        best = max(rows, key=lambda row: row[f"{eval_name}_top1"])
+        metrics[f"best_{eval_name}_top1"] = best[f"{eval_name}_top1"]
+        metrics[f"best_{eval_name}_epoch"] = best["epoch"]
     metrics.update(
         train_top1=rows[-1]["train_top1"],
         train_loss=rows[-1]["train_loss"],
         train_images=len(data.train),
         val_images=0 if data.val is None else len(data.val),
-        test_images=test_images,
         epochs=epochs,
         updates=updates,
         seconds=seconds,
@@ -537,14 +574,20 @@ def train(
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)
-    return metrics
+    return metrics, rows
 
 
-def run(args: argparse.Namespace) -> None:
-    """Checks everything that can be checked, then trains and writes the run folder."""
-    check_output(args.output, args.overwrite)
-    check_names(args)
-    data = load_data(args, get_pretrained_cfg(args.model).to_dict())
+def fit(args: argparse.Namespace, data: Data, output: Path | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Seeds everything, trains on data that is there already, and writes the run folder.
+
+    Args:
+        args: The recipe's arguments.
+        data: What `load_data` makes of them.
+        output: The run folder; None to write none.
+
+    Returns:
+        What results.json holds, and the log: one row per epoch.
+    """
     set_seed(args.seed)
     model = build_model(args, data)
     build_optimizer(args, model)  # the real one comes later, but its errors should not
@@ -556,32 +599,43 @@ def run(args: argparse.Namespace) -> None:
         raise RecipeError("--mixed-precision 'fp16' does nothing on a CPU; choose bf16 or no")
     set_seed(args.seed, device_specific=True)  # dropout differs between processes; the models are already equal
 
-    with staged_folder(args.output) if accelerator.is_main_process else contextlib.nullcontext() as folder:
-        metrics = train(args, accelerator, model, data, folder)
+    writes = output is not None and accelerator.is_main_process
+    with staged_folder(output) if writes else contextlib.nullcontext() as folder:
+        metrics, rows = train(args, accelerator, model, data, folder)
+        results = dict(
+            metrics,
+            model=args.model,
+            dataset=args.dataset,
+            seed=args.seed,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            input=data.config,
+            augment=data.augment,
+            device=str(accelerator.device),
+            processes=accelerator.num_processes,
+            mixed_precision=str(accelerator.mixed_precision),
+            arguments=vars(args),
+            versions=versions(),
+        )
         if folder is not None:
-            results = dict(
-                metrics,
-                model=args.model,
-                dataset=args.dataset,
-                seed=args.seed,
-                parameters=sum(parameter.numel() for parameter in model.parameters()),
-                input=data.config,
-                augment=data.augment,
-                device=str(accelerator.device),
-                processes=accelerator.num_processes,
-                mixed_precision=str(accelerator.mixed_precision),
-                arguments=vars(args),
-                versions=versions(),
-            )
             text = json.dumps(results, indent=2, default=str, allow_nan=False)
             (folder / "results.json").write_text(text + "\n")
-    right = round(metrics["test_top1"] * metrics["test_images"])
-    accelerator.print(
-        f"{args.model} on {args.dataset}: test accuracy {metrics['test_top1']:.2%} ({right}/{metrics['test_images']}), "
-        f"test loss {metrics['test_loss']:.4f}, {metrics['updates']} updates in {metrics['seconds']:.1f} s, "
+    accelerator.end_training()
+    return results, rows
+
+
+def run(args: argparse.Namespace) -> None:
+    """Checks everything that can be checked, then trains and writes the run folder."""
+    check_output(args.output, args.overwrite)
+    check_names(args)
+    data = load_data(args, get_pretrained_cfg(args.model).to_dict())
+    results, _ = fit(args, data, args.output)
+    name, part = ("validation", "val") if args.test == "never" else ("test", "test")
+    top1, images = results[f"{part}_top1"], results[f"{part}_images"]
+    PartialState().print(
+        f"{args.model} on {args.dataset}: {name} accuracy {top1:.2%} ({round(top1 * images)}/{images}), "
+        f"{name} loss {results[f'{part}_loss']:.4f}, {results['updates']} updates in {results['seconds']:.1f} s, "
         f"written to {args.output}"
     )
-    accelerator.end_training()
 
 
 def versions() -> dict[str, str]:
