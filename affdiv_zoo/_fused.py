@@ -242,13 +242,13 @@ def _patch_sqnorm(
         part = _plain.widen(x[start : start + step])
         scratch = torch.empty_like(part) if scratch is None else scratch[: len(part)]
         if center:
-            mean = torch.sum(part, 2, out=means[start : start + step]).div_(channels)
-            part = torch.sub(part, mean.unsqueeze(2), out=scratch)
+            total = torch.sum(part, 2, out=means[start : start + step])
+            part = torch.sub(part, total.unsqueeze(2), alpha=1 / channels, out=scratch)
         torch.addcmul(zero, part, part, value=SHRINK, out=scratch)
         torch.sum(scratch, 2, out=squares[start : start + step])
     if not center:
         return _plain.box_sum(squares, kernel, stride, padding, dilation), None
-    return _plain.centered_box(squares, means, channels, kernel, stride, padding, dilation)
+    return _plain.centered_box(squares, means.div_(channels), channels, kernel, stride, padding, dilation)
 
 
 def _dot(g: Tensor, z: Tensor, residual: Tensor | None, groups: int) -> Tensor:
@@ -271,7 +271,7 @@ def _step(x: Tensor) -> int:
     """How many samples to take at a time: on a CPU, fresh memory for large temporaries costs more than the sums."""
     if x.device.type != "cpu" or x.numel() == 0:
         return max(1, len(x))
-    return max(1, 2**18 * len(x) // x.numel())
+    return max(1, 2**21 * len(x) // x.numel())
 
 
 def _box_sum_transposed(
