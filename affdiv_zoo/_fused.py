@@ -62,10 +62,12 @@ class CorrectedLinear(torch.autograd.Function):
         if correction == "gradient":
             z = F.linear(x.to(input.dtype), weight, bias)
         else:
-            augmented = bias is not None and correction == "affine"
-            z = F.linear((x * (s * r)).to(input.dtype), weight, None if augmented else bias)
-            if augmented:
-                z = z.addcmul_((s * r).to(z.dtype), bias)
+            unit = (x * (s * r)).to(input.dtype)
+            if bias is None or correction == "norm":
+                z = F.linear(unit, weight, bias)
+            else:  # the product adds to s r b, as a plain linear's does to b
+                rows = torch.mul((s * r).to(input.dtype).reshape(-1, 1), bias)
+                z = rows.addmm_(unit.reshape(-1, unit.shape[-1]), weight.t()).view(*input.shape[:-1], weight.shape[0])
         ctx.save_for_backward(input, weight, bias, r)
         ctx.options = correction, center, scale, eps
         ctx.s = s
@@ -105,7 +107,7 @@ class CorrectedLinear(torch.autograd.Function):
                 dot = torch.linalg.vecdot(gx, unit).unsqueeze(-1)  # <g, z>, over the part that is divided
                 if augmented:
                     dot = dot + ctx.s * r * _plain.widen(g @ bias).unsqueeze(-1)
-                gx = gx.mul_(ctx.s * r).addcmul_(unit, dot * r, value=-1 / ctx.s)
+                gx = gx.mul_(ctx.s * r).addcmul_(unit, dot.mul_(r), value=-1 / ctx.s)
         if need_x:
             gx = (gx - gx.mean(-1, keepdim=True) if center else gx).to(input.dtype)
         return gx, gw, gb, None, None, None, None
