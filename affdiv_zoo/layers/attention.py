@@ -60,6 +60,8 @@ class CorrectedAttention(Attention):
         temperature: Where every head's temperature starts, instead of the above.
         proj_correction: The linear correction of the output projection, with the same ``center`` and ``scale``.
             Plain by default, since its input is a mean of corrected values.
+        flex: Compute ``"logit"`` by torch's ``flex_attention`` where that can (no mask, no dropout, no gradient on a
+            CPU). Worth it only inside ``torch.compile`` on CUDA, where the tokens' matrix is then never formed.
         **kwargs: As in ``timm.layers.Attention``.
 
     Shapes: ``(batch, tokens, dim)`` to ``(batch, tokens, dim_out)``, dtype kept.
@@ -80,6 +82,7 @@ class CorrectedAttention(Attention):
         eps: float = 1e-6,
         temperature: float | None = None,
         proj_correction: Correction = "none",
+        flex: bool = False,
         **kwargs: Any,
     ) -> None:
         check_choice("attention", attention, get_args(AttentionCorrection))
@@ -89,7 +92,10 @@ class CorrectedAttention(Attention):
             raise ValueError(
                 f"temperature={temperature!r} with attention={attention!r}: it must be positive, and None under 'none'"
             )
+        if flex and attention != "logit":
+            raise ValueError(f"flex=True with attention={attention!r}: only 'logit' has a flex_attention form")
         super().__init__(*args, **kwargs)
+        self.flex = flex
         self.attention = attention
         self.center = center
         self.eps = eps
@@ -135,7 +141,11 @@ class CorrectedAttention(Attention):
                 bias = self.qkv.bias is not None
                 q, k = rescale_qk(x, q, k, temperature, self.attention, bias, self.center, self.eps)
 
-        if self.fused_attn and not pairwise:
+        if not torch.jit.is_scripting() and self._can_flex(x, attn_mask):
+            x = logit_flex_attention(
+                x, q, k, v, temperature, self.qkv.bias is not None, self.center, self.eps, is_causal
+            )
+        elif self.fused_attn and not pairwise:
             x = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -178,6 +188,13 @@ class CorrectedAttention(Attention):
             and not hooked
         )
 
+    @torch.jit.unused
+    def _can_flex(self, x: Tensor, attn_mask: Tensor | None) -> bool:
+        dropout = self.training and self.attn_drop.p > 0
+        return (
+            self.flex and attn_mask is None and not dropout and not (x.device.type == "cpu" and torch.is_grad_enabled())
+        )
+
     def extra_repr(self) -> str:
         return f"attention={self.attention}"
 
@@ -204,6 +221,23 @@ class _QKV(CorrectedLinear):
             input, self.weight[plain:], v_bias, correction=self.correction, center=center, scale=self.scale, eps=eps
         )
         return torch.cat([qk, v], -1)
+
+
+def logit_flex_attention(
+    x: Tensor, q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, bias: bool, center: bool, eps: float, causal: bool
+) -> Tensor:
+    """Attention with the logits q . k / sqrt(D) by ``flex_attention``: the divergence is a modification of the score."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    r = _plain.inverse_token_norm(x, bias, center, eps).detach()
+    q, k = (q * r).to(q.dtype), (k * r).to(k.dtype)
+    q_squares, k_squares = (_plain.widen(t.detach()).square().sum(-1) for t in (q, k))
+
+    def corrected(score: Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = score * torch.rsqrt(q_squares[batch, head, i] + k_squares[batch, head, j] + eps)
+        return torch.where(i >= j, score, -math.inf) if causal else score
+
+    return flex_attention((q * temperature.view(-1, 1, 1)).to(q.dtype), k, v, score_mod=corrected, scale=1.0)
 
 
 def _like(linear: nn.Linear, cls: type[CorrectedLinear], **options: Any) -> CorrectedLinear:

@@ -515,3 +515,21 @@ def test_function_errors_name_the_argument():
         af.corrected_qkv(x, w, None, t)
     with pytest.raises(ValueError, match=r"temperature has shape \(5,\)"):
         af.corrected_qkv(x[None], w, None, torch.ones(5))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_flex_attention_gives_the_same_logits(is_causal):
+    """Without a gradient: flex_attention has no backward pass on a CPU."""
+    torch.manual_seed(0)
+    eager = CorrectedAttention(32, num_heads=2, qkv_bias=True, attention="logit").double().eval()
+    flex = CorrectedAttention(32, num_heads=2, qkv_bias=True, attention="logit", flex=True).double().eval()
+    flex.load_state_dict(eager.state_dict())
+    x = torch.randn(2, 12, 32, dtype=torch.float64)
+    with torch.no_grad():
+        assert flex._can_flex(x, None)
+        torch.testing.assert_close(flex(x, is_causal=is_causal), eager(x, is_causal=is_causal))
+    assert not flex._can_flex(x, None)  # with a gradient
+    torch.testing.assert_close(flex(x, is_causal=is_causal), eager(x, is_causal=is_causal))
+    with pytest.raises(ValueError, match="flex=True with attention='exact'"):
+        CorrectedAttention(32, attention="exact", flex=True)
