@@ -66,8 +66,8 @@ class CorrectedLinear(torch.autograd.Function):
             if bias is None or correction == "norm":
                 z = F.linear(unit, weight, bias)
             else:  # the product adds to s r b, as a plain linear's does to b
-                rows = torch.mul((s * r).to(input.dtype).reshape(-1, 1), bias)
-                z = rows.addmm_(unit.reshape(-1, unit.shape[-1]), weight.t()).view(*input.shape[:-1], weight.shape[0])
+                z = (s * r).to(input.dtype) * bias
+                z.view(-1, z.shape[-1]).addmm_(unit.reshape(-1, unit.shape[-1]), weight.t())
         ctx.save_for_backward(input, weight, bias, r)
         ctx.options = correction, center, scale, eps
         ctx.s = s

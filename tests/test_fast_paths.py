@@ -152,6 +152,20 @@ def test_torch_func(correction):
         torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(dual).tangent, tangent)
 
 
+def test_in_place_changes_are_right_or_refused():
+    """A linear layer's output may be changed in place, as after nn.Linear; a convolution keeps its own."""
+    for correction, bias in itertools.product(CORRECTIONS, (False, True)):
+        layer, x = CorrectedLinear(5, 4, bias, correction=correction), torch.randn(3, 5)
+        z = layer(x)
+        z += 1
+        z.relu_()
+        got = torch.autograd.grad(z.sum(), layer.weight)[0]
+        torch.testing.assert_close(got, torch.autograd.grad((layer(x) + 1).relu().sum(), layer.weight)[0])
+    x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        PatchNormConv2d(3, 4, 3)(x).relu_().sum().backward()
+
+
 def small_net():
     return nn.Sequential(
         PatchNormConv2d(3, 8, 3, padding=1, center=True, act="relu"),

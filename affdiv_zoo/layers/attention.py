@@ -226,7 +226,7 @@ class _QKV(CorrectedLinear):
 def logit_flex_attention(
     x: Tensor, q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, bias: bool, center: bool, eps: float, causal: bool
 ) -> Tensor:
-    """Attention with the logits q . k / sqrt(D) by ``flex_attention``: the divergence is a modification of the score."""
+    """Attention with the logits q . k / sqrt(D) by ``flex_attention``: the divergence modifies the score."""
     from torch.nn.attention.flex_attention import flex_attention
 
     r = _plain.inverse_token_norm(x, bias, center, eps).detach()
