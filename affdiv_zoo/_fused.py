@@ -4,9 +4,9 @@ With q = ||x||^2 + 1 (or + eps), r = q^(-1/2) and z = s r u, where u = W x + b (
 
     dL/du = s r g,      dL/dx = W^T dL/du - r^2 <g, z> x,
 
-where <g, z> runs over the outputs that share the divisor. So the node needs z itself (which the next layer keeps
-anyway) and r, one number per patch, but neither u nor the squares. Centred, x stands for x - mean(x). For convolutions
-the sum over the patches that a pixel belongs to is the transposed box sum.
+where <g, z> runs over the outputs that share the divisor. So the node needs z or u, and r, one number per patch, but
+not both, nor the squares. Centred, x stands for x - mean(x). For convolutions the sum over the patches that a pixel
+belongs to is the transposed box sum.
 
 A second derivative is taken through the plain operations (``_plain``).
 """
@@ -116,7 +116,8 @@ class CorrectedLinear(torch.autograd.Function):
 class PatchNormConv(torch.autograd.Function):
     """``_plain.patch_norm_conv`` of a padded input, for "affine", "norm" and "gradient".
 
-    Saves input, weight, output and r; also the bias (norm), the patches' means (centred) and the residual, if any.
+    Saves input, weight, bias and r, and the patches' means if centred. With the ReLU inside, also the output, which the
+    next layer keeps anyway, and the residual. Without, W x + b in its place: what follows may change z where it lies.
     """
 
     @staticmethod
@@ -143,23 +144,24 @@ class PatchNormConv(torch.autograd.Function):
         shrunk, mean = _patch_sqnorm(x, kernel, *geometry, groups, center)
         r = _plain.inverse_norm(shrunk, _plain.floor(correction, b is not None, eps))
         s = _plain.length_scale(correction, b is not None, scale, w[0].numel())
-        if correction == "gradient":
-            z = _plain.conv(x, w, b, *geometry, groups)
-        else:
-            inside = b if correction == "affine" else None
-            z = _plain.conv(x, w, inside, *geometry, groups).mul_(_plain.per_channel(s * r, w.shape[0]))
-            if b is not None and inside is None:
-                z.add_(b.view(-1, *[1] * len(kernel)))
+        outside = b is not None and correction == "norm"
+        z = _plain.conv(x, w, None if outside else b, *geometry, groups)
+        kept = None
+        if correction != "gradient":
+            sr = _plain.per_channel(s * r, w.shape[0])
+            kept = None if act == "relu" else z
+            z = z.mul_(sr) if act == "relu" else z * sr
+        if outside:
+            z.add_(b.view(-1, *[1] * len(kernel)))
         if residual is not None:
             z.add_(residual)
         if act == "relu":
             z.relu_()
         z = z.to(input.dtype)
-        # What <g, z> needs is z before the residual and the norm-like map's bias were added: both are taken off again.
-        keep_z = act == "relu" or correction != "gradient"
-        ctx.save_for_backward(
-            input, weight, bias, residual if correction != "gradient" else None, z if keep_z else None, r, mean
-        )
+        if act == "relu":
+            kept = z
+        residual = residual if act == "relu" and correction != "gradient" else None
+        ctx.save_for_backward(input, weight, bias, residual, kept, r, mean)
         ctx.geometry = (stride, padding, dilation, groups)
         ctx.options = (correction, center, scale, eps, act)
         ctx.s = s
@@ -167,7 +169,7 @@ class PatchNormConv(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, residual, z, r, mean = ctx.saved_tensors
+        input, weight, bias, residual, kept, r, mean = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
         correction, center, scale, eps, act = ctx.options
         nones = (None,) * 9
@@ -178,7 +180,7 @@ class PatchNormConv(torch.autograd.Function):
         x, w, out = _plain.as_computed(input), _computed_weight(weight, center), weight.shape[0]
         kernel = list(w.shape[2:])
         if act == "relu":
-            g = torch.ops.aten.threshold_backward(g, z, 0)
+            g = torch.ops.aten.threshold_backward(g, kept, 0)
         g_residual = g if need_residual else None
         g = _plain.as_computed(g)
         geometry = ([out], stride, padding, dilation, False, [0] * len(kernel), groups)
@@ -189,9 +191,12 @@ class PatchNormConv(torch.autograd.Function):
             _, gw, gb = backward(g, x, w, *geometry, [False, need_w, need_b])
         else:
             if need_x:
-                if bias is not None and correction == "norm":
-                    z = z - bias.view(-1, *[1] * len(kernel))
-                dot = _dot(g, z, residual, groups).mul_((r / SHRINK**0.5).square_())  # 1 / SHRINK: r^2 may underflow
+                # <g, z> of the z that was divided: what was added to it since is taken off again.
+                if act == "relu" and bias is not None and correction == "norm":
+                    kept = kept - bias.view(-1, *[1] * len(kernel))
+                dot = _dot(g, kept, residual, groups)
+                dot = dot if act == "relu" else dot.mul_(ctx.s * r)
+                dot.mul_((r / SHRINK**0.5).square_())  # r^2 may underflow, r^2 / SHRINK does not
             gb = g.sum([0, *range(2, g.dim())]) if need_b and correction == "norm" else None
             sr = _plain.per_channel(ctx.s * r, out)
             g = g.mul_(sr) if act == "relu" and not need_residual else (g * sr).to(w.dtype)

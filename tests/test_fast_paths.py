@@ -106,8 +106,9 @@ def test_the_nodes_keep_input_output_and_divisor_and_nothing_else():
     for center, act in itertools.product((False, True), ("none", "relu")):
         layer = PatchNormConv2d(3, 4, 3, padding=1, center=center, act=act)
         maps = [(2, 1, 6, 6)] * (1 + center)  # the divisor; centred, the patches' means
+        outputs = [(2, 4, 6, 6)] * (1 + (act == "relu"))  # to take the residual off the output it is kept as well
         assert saved_tensors(lambda: layer(x)) == sorted([*maps, (2, 3, 6, 6), (2, 4, 6, 6)])  # noqa: B023
-        assert saved_tensors(lambda: layer(x, residual)) == sorted([*maps, (2, 3, 6, 6), *[(2, 4, 6, 6)] * 2])  # noqa: B023
+        assert saved_tensors(lambda: layer(x, residual)) == sorted([*maps, (2, 3, 6, 6), *outputs])  # noqa: B023
     for correction in CORRECTIONS:
         linear = CorrectedLinear(7, 4, correction=correction, center=True)
         assert saved_tensors(lambda: linear(torch.randn(5, 7, requires_grad=True))) == [(5, 1), (5, 7)]  # noqa: B023
@@ -153,17 +154,25 @@ def test_torch_func(correction):
 
 
 def test_in_place_changes_are_right_or_refused():
-    """A linear layer's output may be changed in place, as after nn.Linear; a convolution keeps its own."""
+    """An output may be changed in place, as after torch's layers; with the ReLU inside, autograd refuses."""
     for correction, bias in itertools.product(CORRECTIONS, (False, True)):
-        layer, x = CorrectedLinear(5, 4, bias, correction=correction), torch.randn(3, 5)
-        z = layer(x)
-        z += 1
-        z.relu_()
-        got = torch.autograd.grad(z.sum(), layer.weight)[0]
-        torch.testing.assert_close(got, torch.autograd.grad((layer(x) + 1).relu().sum(), layer.weight)[0])
+        for layer, shape in (
+            (CorrectedLinear(5, 4, bias, correction=correction), (3, 5)),
+            (PatchNormConv2d(3, 4, 3, bias=bias, correction=correction, center=True), (2, 3, 6, 6)),
+        ):
+            x = torch.randn(shape, requires_grad=True)
+            z = layer(x)
+            z += 1
+            z.relu_()
+            got = torch.autograd.grad(z.square().sum(), (x, layer.weight))
+            torch.testing.assert_close(
+                got, torch.autograd.grad((layer(x) + 1).relu().square().sum(), (x, layer.weight))
+            )
     x = torch.randn(2, 3, 6, 6, requires_grad=True)
+    z = PatchNormConv2d(3, 4, 3, act="relu")(x)
+    z += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        PatchNormConv2d(3, 4, 3)(x).relu_().sum().backward()
+        z.sum().backward()
 
 
 def small_net():

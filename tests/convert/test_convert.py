@@ -662,3 +662,18 @@ def test_other_attentions_report_their_difference(attention, correction):
     again = apply_plan(vit(), report.plan())
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(x), model(x))
+
+
+@pytest.mark.parametrize("name", ("test_resnet", "mobilenetv2_100"))
+@pytest.mark.parametrize("correction", ("affine", "norm", "gradient"))
+def test_converted_nets_train(name, correction):
+    """timm's activations and residual additions work in place, on what a converted convolution returns."""
+    model = timm.create_model(name, num_classes=3)
+    images = torch.randn(4, 3, 64, 64)
+    model, _ = affdiv_zoo.convert(model, correction, example_input=images)
+    model.train()
+    torch.nn.functional.cross_entropy(model(images), torch.tensor([0, 1, 2, 0])).backward()
+    for parameter_name, parameter in model.named_parameters():
+        if correction == "gradient" or "bn" not in parameter_name:
+            assert parameter.grad is not None, parameter_name
+            assert torch.isfinite(parameter.grad).all(), parameter_name
