@@ -31,7 +31,7 @@ def check_length(n: int, center: bool, what: str) -> None:
 
 def check_floating(input: Tensor) -> None:
     """Raises TypeError for integer, bool and complex inputs."""
-    if not input.is_floating_point():
+    if input.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"input has dtype {input.dtype}: convert it to a floating-point type first, e.g. input.float()")
 
 
@@ -122,6 +122,14 @@ def check_conv(
                 f"kernel_size={kernel} with dilation={dilation} spans {dilation[d] * (kernel[d] - 1) + 1} in spatial "
                 f"dimension {d}, more than the padded input's {size}: pad more, or use a smaller kernel"
             )
+
+
+def check_residual(residual: Tensor, input: Tensor, shape: list[int]) -> None:
+    """Raises unless the residual is what can be added to an output of this shape."""
+    if list(residual.shape) != shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}, expected the output's, {tuple(shape)}")
+    if not autocast_enabled(input) and residual.dtype != input.dtype:
+        raise TypeError(f"residual has dtype {residual.dtype}, input {input.dtype}: convert one, or use torch.autocast")
 
 
 def to_list(name: str, value: int | Sequence[int], dims: int) -> list[int]:

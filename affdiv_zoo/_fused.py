@@ -32,9 +32,20 @@ def usable() -> bool:
     )
 
 
-def _grad_of_plain(plain: Callable[..., Tensor], tensors: list[Tensor | None], g: Tensor) -> list[Tensor | None]:
-    """The gradients of ``plain(*tensors)`` with a graph of their own, for second derivatives."""
+def backward_is_traced(g: Tensor) -> bool:
+    """Whether a backward pass is itself differentiated, or batched: it then wants plain operations."""
+    return (
+        torch.is_grad_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._functorch.is_legacy_batchedtensor(g)  # is_grads_batched=True
+    )
+
+
+def grad_of_plain(plain: Callable[..., Tensor], tensors: list[Tensor | None], g: Tensor) -> list[Tensor | None]:
+    """The gradients of ``plain(*tensors)``, with a graph of their own."""
     with torch.enable_grad():
+        # Of views: the tensors may depend on each other, and their partial derivatives are wanted.
+        tensors = [t.view_as(t) if t is not None and t.requires_grad else t for t in tensors]
         inputs = [t for t in tensors if t is not None and t.requires_grad]
         grads = iter(torch.autograd.grad(plain(*tensors), inputs, g, create_graph=True))
     return [next(grads) if t is not None and t.requires_grad else None for t in tensors]
@@ -77,9 +88,9 @@ class CorrectedLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, r = ctx.saved_tensors
         correction, center, scale, eps = ctx.options
-        if torch.is_grad_enabled():
+        if backward_is_traced(g):
             plain = lambda x, w, b: _plain.corrected_linear(x, w, b, *ctx.options)  # noqa: E731
-            return (*_grad_of_plain(plain, [input, weight, bias], g), None, None, None, None)
+            return (*grad_of_plain(plain, [input, weight, bias], g), None, None, None, None)
 
         x = _plain.widen(input)
         x = x - x.mean(-1, keepdim=True) if center else x
@@ -146,6 +157,8 @@ class PatchNormConv(torch.autograd.Function):
         s = _plain.length_scale(correction, b is not None, scale, w[0].numel())
         outside = b is not None and correction == "norm"
         z = _plain.conv(x, w, None if outside else b, *geometry, groups)
+        if center and w.dtype == torch.bfloat16:
+            z = _plain.without_mean(z, w, mean)
         kept = None
         if correction != "gradient":
             sr = _plain.per_channel(s * r, w.shape[0])
@@ -173,15 +186,15 @@ class PatchNormConv(torch.autograd.Function):
         stride, padding, dilation, groups = ctx.geometry
         correction, center, scale, eps, act = ctx.options
         nones = (None,) * 9
-        if torch.is_grad_enabled():
-            return (*_grad_of_plain(lambda *t: _plain_conv(ctx, *t), [input, weight, bias, residual], g), *nones)
-
         need_x, need_w, need_b, need_residual = ctx.needs_input_grad[:4]
+        if act == "relu":
+            g = torch.ops.aten.threshold_backward(g, kept.detach(), 0)
+        g_residual = g if need_residual else None
+        if backward_is_traced(g):
+            grads = grad_of_plain(lambda *t: _plain_conv(ctx, *t), [input, weight, bias], g)
+            return (*grads, g_residual, *nones)
         x, w, out = _plain.as_computed(input), _computed_weight(weight, center), weight.shape[0]
         kernel = list(w.shape[2:])
-        if act == "relu":
-            g = torch.ops.aten.threshold_backward(g, kept, 0)
-        g_residual = g if need_residual else None
         g = _plain.as_computed(g)
         geometry = ([out], stride, padding, dilation, False, [0] * len(kernel), groups)
         backward = torch.ops.aten.convolution_backward
@@ -221,12 +234,11 @@ class PatchNormConv(torch.autograd.Function):
         )
 
 
-def _plain_conv(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None) -> Tensor:
-    """The node's map in plain operations."""
+def _plain_conv(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    """The node's map in plain operations, without the residual and the ReLU."""
     stride, padding, dilation, groups = ctx.geometry
-    return _plain.patch_norm_conv(
-        x, w, b, stride, _plain.both_sides(padding), dilation, groups, "zeros", *ctx.options, residual
-    )
+    pad, options = _plain.both_sides(padding), ctx.options[:-1]
+    return _plain.patch_norm_conv(x, w, b, stride, pad, dilation, groups, "zeros", *options, "none", None)
 
 
 def _computed_weight(weight: Tensor, center: bool) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from affdiv_zoo import _plain
-from affdiv_zoo._fused import _grad_of_plain
+from affdiv_zoo._fused import backward_is_traced, grad_of_plain
 from affdiv_zoo._plain import SHRINK
 
 
@@ -54,9 +54,9 @@ class CorrectedQKV(torch.autograd.Function):
         input, weight, bias, temperature, r, factor, qkv = ctx.saved_tensors
         heads, attention, _, center, _, _ = ctx.options
         nones = (None,) * 5
-        if torch.is_grad_enabled():
+        if backward_is_traced(grads[0]):
             plain = lambda *t: _plain.corrected_qkv(*t, *ctx.options)  # noqa: E731
-            return (*_grad_of_plain(plain, [input, weight, bias, temperature], grads), *nones)
+            return (*grad_of_plain(plain, [input, weight, bias, temperature], grads), *nones)
 
         need_x, need_w, need_b, need_t = ctx.needs_input_grad[:4]
         gx = gw = gb = gt = None

@@ -63,7 +63,7 @@ def patch_norm_conv(
         z = conv(x, weight, bias, stride, padding, dilation, groups)
     else:
         out = weight.shape[0]
-        shrunk = patch_sqnorm(x, weight.shape[2:], stride, padding, dilation, groups, center)
+        shrunk, mean = patch_moments(x, weight.shape[2:], stride, padding, dilation, groups, center)
         plus = floor(correction, bias is not None, eps)
         if correction == "gradient":
             z = scale_param_grads(
@@ -75,7 +75,10 @@ def patch_norm_conv(
             n = weight.shape[1] * weight[0, 0].numel()
             sr = inverse_norm(shrunk, plus) * length_scale(correction, bias is not None, scale, n)
             inside = bias if correction == "affine" else None
-            z = conv(x, weight, inside, stride, padding, dilation, groups) * per_channel(sr, out)
+            z = conv(x, weight, inside, stride, padding, dilation, groups)
+            if mean is not None and weight.dtype == torch.bfloat16:
+                z = without_mean(z, weight, mean)
+            z = z * per_channel(sr, out)
             if bias is not None and inside is None:
                 z = z + bias.view([-1] + [1] * (weight.dim() - 2))
     if residual is not None:
@@ -140,16 +143,29 @@ def center_rows(weight: Tensor) -> Tensor:
     return weight - weight.mean(list(range(1, weight.dim())), keepdim=True)
 
 
+def without_mean(z: Tensor, weight: Tensor, mean: Tensor) -> Tensor:
+    """W (x - mean(x)) from W x, for rows that sum to zero but for their rounding to bfloat16."""
+    rest = widen(weight).flatten(1).sum(1).view([-1] + [1] * (weight.dim() - 2))
+    return (z - rest * per_channel(mean, weight.shape[0])).to(z.dtype)
+
+
 def patch_sqnorm(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, center: bool
 ) -> Tensor:
     """The squared norm of every patch, ``(batch, groups, *output)``, times :func:`shrink`."""
+    return patch_moments(x, kernel, stride, padding, dilation, groups, center)[0]
+
+
+def patch_moments(
+    x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int, center: bool
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`patch_sqnorm`, and the patches' means if centred."""
     x = widen(x).unflatten(1, [groups, x.shape[1] // groups])
     if not center:
-        return box_sum(sum_of_squares(x, 2).squeeze(2), kernel, stride, padding, dilation)
+        return box_sum(sum_of_squares(x, 2).squeeze(2), kernel, stride, padding, dilation), None
     mean = x.sum(2, keepdim=True) / x.shape[2]
     within = sum_of_squares(x - mean, 2).squeeze(2)
-    return centered_box(within, mean.squeeze(2), x.shape[2], kernel, stride, padding, dilation)[0]
+    return centered_box(within, mean.squeeze(2), x.shape[2], kernel, stride, padding, dilation)
 
 
 def centered_box(

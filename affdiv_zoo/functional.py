@@ -48,6 +48,7 @@ from affdiv_zoo._checks import (
     check_length,
     check_linear,
     check_options,
+    check_residual,
     to_list,
 )
 from affdiv_zoo.types import Activation, AttentionCorrection, RadialKind
@@ -353,6 +354,11 @@ def patch_norm_conv(
     kernel, stride, dilation, pad = _geometry(dims, list(weight.shape[2:]), stride, padding, dilation)
     check_conv(input, weight, bias, kernel, pad, dilation, groups, padding_mode, correction, center, scale, eps)
     check_choice("act", act, get_args(Activation))
+    if residual is not None:
+        size = [input.shape[d - dims] + pad[-2 * d - 2] + pad[-2 * d - 1] for d in range(dims)]
+        spans = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+        output = [(n - span) // step + 1 for n, span, step in zip(size, spans, stride, strict=True)]
+        check_residual(residual, input, [*input.shape[: -dims - 1], weight.shape[0], *output])
     if input.ndim == dims + 1:
         residual = None if residual is None else residual.unsqueeze(0)
         options = dict(correction=correction, center=center, scale=scale, eps=eps, act=act, residual=residual)

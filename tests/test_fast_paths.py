@@ -13,7 +13,14 @@ from strategies import conv_cases, options
 from torch.utils.checkpoint import checkpoint
 
 from affdiv_zoo import _fused, functional
-from affdiv_zoo.layers import AffineLikeLinear, CorrectedLinear, PatchNormConv1d, PatchNormConv2d, PatchNormConv3d
+from affdiv_zoo.layers import (
+    AffineLikeLinear,
+    CorrectedAttention,
+    CorrectedLinear,
+    PatchNormConv1d,
+    PatchNormConv2d,
+    PatchNormConv3d,
+)
 
 CORRECTIONS = ("affine", "norm", "gradient")
 
@@ -173,6 +180,47 @@ def test_in_place_changes_are_right_or_refused():
     z += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         z.sum().backward()
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+@pytest.mark.parametrize("act", ("none", "relu"))
+def test_create_graph_does_not_change_the_gradients(correction, act):
+    """Tensors that depend on each other: a layer called twice, residuals from before and after it, and a free one."""
+    conv = PatchNormConv2d(3, 3, 3, padding=1, center=True, correction=correction, act=act).double()
+    linear = CorrectedLinear(5, 5, correction=correction).double()
+    attention = CorrectedAttention(6, num_heads=2, qkv_bias=True, attention="separable").double()
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
+    free = torch.randn(2, 3, 5, 5, dtype=torch.float64, requires_grad=True)
+
+    def loss():
+        y = conv(conv(x, x), free)
+        y = linear(linear(y)) + y
+        tokens = y.flatten(1)[:, :72].unflatten(1, (12, 6))
+        return attention(attention(tokens)).square().sum()
+
+    inputs = [x, free, *conv.parameters(), *linear.parameters(), *attention.parameters()]
+    expected = plain(lambda: torch.autograd.grad(loss(), inputs))
+    for create_graph in (False, True):
+        torch.testing.assert_close(torch.autograd.grad(loss(), inputs, create_graph=create_graph), expected)
+
+
+def test_batched_backward():
+    x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    for layer in (PatchNormConv2d(3, 4, 3, center=True, act="relu"), CorrectedLinear(5, 4, center=True)):
+        z = layer(x)
+        g = torch.randn(3, *z.shape)
+        together = torch.autograd.grad(z, (x, layer.weight), g, is_grads_batched=True, retain_graph=True)
+        one_by_one = [torch.autograd.grad(z, (x, layer.weight), g[i], retain_graph=True) for i in range(3)]
+        torch.testing.assert_close(list(together), [torch.stack(parts) for parts in zip(*one_by_one, strict=True)])
+
+
+def test_a_residual_of_another_shape_or_type_is_refused():
+    x, w = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)
+    for shape in ((4, 1, 1), (1, 4, 4, 4), (2, 4, 6, 6)):
+        with pytest.raises(ValueError, match=r"residual has shape .* expected the output's, \(2, 4, 4, 4\)"):
+            functional.patch_norm_conv(x, w, residual=torch.randn(shape))
+    with pytest.raises(TypeError, match="residual has dtype torch.float64"):
+        functional.patch_norm_conv(x, w, residual=torch.randn(2, 4, 4, 4).double())
 
 
 def small_net():

@@ -192,3 +192,16 @@ def test_channels_last_is_kept():
     z = patch_norm_conv(x, w, torch.randn(4), padding=1, center=True, act="relu")
     assert z.is_contiguous(memory_format=torch.channels_last)
     assert torch.autograd.grad(z.sum(), x)[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_common_mean_costs_no_accuracy_in_bfloat16():
+    """Centred rows, rounded to bfloat16, no longer sum to zero; what is left must not meet the mean of the input."""
+    w, b = (torch.randn(8, 16, 3, 3) / 12).bfloat16(), torch.randn(8).bfloat16()
+    errors = []
+    for offset in (0.0, 30.0):
+        x = (torch.randn(2, 16, 8, 8) + offset).bfloat16()
+        expected = patch_norm_conv(x.double(), w.double(), b.double(), center=True, scale="rms")
+        errors.append(
+            float((patch_norm_conv(x, w, b, center=True, scale="rms").double() - expected).square().mean().sqrt())
+        )
+    assert errors[1] < 2 * errors[0]

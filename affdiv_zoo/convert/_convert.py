@@ -424,6 +424,8 @@ def _decide_batch_norm(norm: nn.Module, calls: list, trace: Trace, correction: s
         return f"the output of {name} also goes to {other}", []
     if len(trace.calls[layer]) > 1:
         return f"{name} is called more than once", []
+    if layer._forward_hooks and correction != "gradient":
+        return f"{name} has a forward hook, which may change what the norm has seen", []
     why = _why_not_plain(layer, trace, correction)
     return why, [] if why else [layer]
 

@@ -190,10 +190,11 @@ class CorrectedAttention(Attention):
 
     @torch.jit.unused
     def _can_flex(self, x: Tensor, attn_mask: Tensor | None) -> bool:
+        if not self.flex:
+            return False
         dropout = self.training and self.attn_drop.p > 0
-        return (
-            self.flex and attn_mask is None and not dropout and not (x.device.type == "cpu" and torch.is_grad_enabled())
-        )
+        no_backward = x.device.type == "cpu" and torch.is_grad_enabled()
+        return attn_mask is None and not dropout and not no_backward and x.shape[1] > 0
 
     def extra_repr(self) -> str:
         return f"attention={self.attention}"

@@ -677,3 +677,12 @@ def test_converted_nets_train(name, correction):
         if correction == "gradient" or "bn" not in parameter_name:
             assert parameter.grad is not None, parameter_name
             assert torch.isfinite(parameter.grad).all(), parameter_name
+
+
+def test_a_convolution_with_a_forward_hook_keeps_its_batch_norm():
+    """The statistics were taken behind the hook, the calibration would be before it."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+    model, report = affdiv_zoo.convert(model, "affine", example_input=torch.randn(2, 3, 6, 6))
+    assert report.norms[0].result == "left"
+    assert "0 has a forward hook" in report.norms[0].why

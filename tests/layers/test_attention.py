@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from timm.layers import Attention, LayerNorm
 from torch.utils.checkpoint import checkpoint
@@ -173,6 +173,7 @@ def test_exact_logits_are_a_distance():
 def test_logits_and_their_gradients_equal_the_references(
     attention, batch, heads, tokens, head_dim, dim, bias, center, seed
 ):
+    assume(attention != "exact" or head_dim > 1)  # single numbers come near the kink of ||q - k|| at q = k
     torch.manual_seed(seed)
     x = (torch.randn(*batch, tokens, dim, dtype=torch.float64) + 1.0).requires_grad_()
     q, k = (torch.randn(*batch, heads, tokens, head_dim, dtype=torch.float64, requires_grad=True) for _ in range(2))
