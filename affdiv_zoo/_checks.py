@@ -15,10 +15,12 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
 
 
-def check_options(correction: str, scale: str, eps: float) -> None:
+def check_options(correction: str, scale: str, eps: float, center: bool = False) -> None:
     """The options that every corrected map takes."""
     check_choice("correction", correction, get_args(Correction))
     check_choice("scale", scale, get_args(Scale))
+    if center is not True and center is not False:  # a string such as "false" would be true
+        raise ValueError(f"center={center!r} is not True or False")
     if not eps >= 0:
         raise ValueError(f"eps={eps!r} must be zero or positive")
 
@@ -54,7 +56,7 @@ def check_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, correction: str, center: bool, scale: str, eps: float
 ) -> None:
     """Everything that can be wrong with a corrected linear map's arguments."""
-    check_options(correction, scale, eps)
+    check_options(correction, scale, eps, center)
     check_floating(input)
     if weight.ndim != 2:
         raise ValueError(f"weight has shape {tuple(weight.shape)}, expected (out_features, in_features)")
@@ -88,7 +90,7 @@ def check_conv(
     eps: float = 0.0,
 ) -> None:
     """Everything that can be wrong with a PatchNorm convolution's arguments (``pad`` as for ``F.pad``)."""
-    check_options(correction, scale, eps)
+    check_options(correction, scale, eps, center)
     check_choice("padding_mode", padding_mode, get_args(PaddingMode))
     check_floating(input)
     dims = len(kernel)

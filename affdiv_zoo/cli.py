@@ -82,6 +82,8 @@ def convert(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     typer.echo(report)
+    if not pretrained and checkpoint is None:
+        typer.echo("The weights are random: --pretrained or --checkpoint FILE converts trained ones.")
     typer.echo(f"saved to {out}")
 
 

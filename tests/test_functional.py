@@ -170,6 +170,7 @@ LINEAR_ERRORS = [
     (dict(correction="afine"), ValueError, "correction='afine' is not one of 'none', 'affine'"),
     (dict(scale="L2"), ValueError, "scale='L2'"),
     (dict(eps=-1.0), ValueError, "eps=-1.0"),
+    (dict(center="false"), ValueError, "center='false' is not True or False"),
     (dict(input=torch.ones(2, 1), weight=torch.ones(4, 1), center=True), ValueError, "in_features >= 2, got 1"),
 ]
 

@@ -87,7 +87,7 @@ class CorrectedAttention(Attention):
     ) -> None:
         check_choice("attention", attention, get_args(AttentionCorrection))
         check_choice("proj_correction", proj_correction, get_args(Correction))
-        check_options(correction, scale, eps)
+        check_options(correction, scale, eps, center)
         if temperature is not None and (attention == "none" or not 0 < temperature < math.inf):
             raise ValueError(
                 f"temperature={temperature!r} with attention={attention!r}: it must be positive, and None under 'none'"

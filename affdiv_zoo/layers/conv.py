@@ -39,7 +39,7 @@ class _PatchNormConv(nn.modules.conv._ConvNd):
         eps: float = 1e-6,
         act: Activation = "none",
     ) -> None:
-        check_options(correction, scale, eps)
+        check_options(correction, scale, eps, center)
         check_choice("act", act, get_args(Activation))
         self.correction = correction
         self.center = center
@@ -93,7 +93,7 @@ class _PatchNormConv(nn.modules.conv._ConvNd):
         """
         if type(conv) is not cls.__mro__[2]:
             raise TypeError(f"conv is a {type(conv).__name__}, expected exactly {cls.__mro__[2].__name__}")
-        check_options(correction, scale, eps)
+        check_options(correction, scale, eps, center)
         check_choice("act", act, get_args(Activation))
         check_length(conv.weight[0].numel(), center, "in_channels / groups * prod(kernel_size)")
         conv.__class__ = cls

@@ -51,7 +51,7 @@ class CorrectedLinear(nn.Linear):
         scale: Scale = "rms",
         eps: float = 1e-6,
     ) -> None:
-        check_options(correction, scale, eps)
+        check_options(correction, scale, eps, center)
         check_length(in_features, center, "in_features")
         self.correction = correction
         self.center = center
@@ -89,7 +89,7 @@ class CorrectedLinear(nn.Linear):
         """
         if not isinstance(linear, nn.Linear) or isinstance(linear, CorrectedLinear):
             raise TypeError(f"linear is a {type(linear).__name__}, expected a plain Linear")
-        check_options(correction, scale, eps)
+        check_options(correction, scale, eps, center)
         check_length(linear.in_features, center, "in_features")
         linear.__class__ = cls
         linear.correction, linear.center, linear.scale, linear.eps = correction, center, scale, eps

@@ -48,7 +48,7 @@ class RadialActivation(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("kind", kind, get_args(RadialKind))
-        check_options("none", scale, eps)
+        check_options("none", scale, eps, center)
         self.kind = kind
         self.dim = dim
         self.center = center

@@ -130,6 +130,8 @@ def parser(description: str) -> argparse.ArgumentParser:
 def parse(p: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Parses and checks the arguments, and sets the number of threads."""
     args = p.parse_args(argv)
+    if args.quick and args.repeats is None:
+        args.repeats = MIN_PAIRS
     for name, value in (("--repeats", args.repeats), ("--threads", args.threads), ("--seconds", args.seconds)):
         if value is not None and not value > 0:
             p.error(f"{name} {value}: expected a number above 0")

@@ -87,6 +87,9 @@ def test_constructors_refuse_bad_options():
         PatchNormConv2d(2, 2, 3, correction="affin")
     with pytest.raises(ValueError, match="scale='max'"):
         AffineLikeLinear(2, 2, scale="max")
+    for make in (lambda: PatchNormConv2d(2, 2, 3, center="no"), lambda: AffineLikeLinear(2, 2, center="no")):
+        with pytest.raises(ValueError, match="center='no' is not True or False"):
+            make()
     with pytest.raises(ValueError, match="got 1"):
         PatchNormConv2d(4, 4, 1, groups=4, center=True)
     with pytest.raises(ValueError, match="got 1"):
