@@ -78,7 +78,8 @@ class CorrectedLinear(torch.autograd.Function):
                 z = F.linear(unit, weight, bias)
             else:  # the product adds to s r b, as a plain linear's does to b
                 z = (s * r).to(input.dtype) * bias
-                z.view(-1, z.shape[-1]).addmm_(unit.reshape(-1, unit.shape[-1]), weight.t())
+                rows = z.view(-1, z.shape[-1])
+                torch.addmm(rows, unit.reshape(-1, unit.shape[-1]), weight.t(), out=rows)  # addmm_ has no FLOP count
         ctx.save_for_backward(input, weight, bias, r)
         ctx.options = correction, center, scale, eps
         ctx.s = s
