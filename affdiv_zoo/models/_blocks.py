@@ -58,7 +58,7 @@ def fuse_activations(model: nn.Module) -> None:
             place, since they would overwrite what the convolution keeps.
     """
     for module in model.modules():
-        if isinstance(module, nn.Module) and getattr(module, "inplace", False):
+        if getattr(module, "inplace", False):
             module.inplace = False
     for block in list(model.modules()):
         if type(block) not in _BLOCKS:
