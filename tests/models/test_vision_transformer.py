@@ -137,3 +137,17 @@ def test_timms_initialisations_leave_corrected_layers_alone(mode):
     if mode == "":
         assert model.blocks[0].attn.proj.weight.std().item() == pytest.approx(0.02, rel=0.1)
         assert model.blocks[0].mlp.fc2.weight.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_no_weight_decay_as_in_timm():
+    """The model names its positions; temperatures and biases are spared for having one dimension."""
+    from timm.optim import param_groups_weight_decay
+
+    model = timm.create_model("vit_nano_patch4_32_affine")
+    twin = timm.create_model("vit_nano_patch4_32")
+    assert model.no_weight_decay() == twin.no_weight_decay()
+    assert "pos_embed" in model.no_weight_decay()
+    spared, decayed = param_groups_weight_decay(model, 0.05, no_weight_decay_list=model.no_weight_decay())
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)] for p in decayed["params"]} == {n for n, p in model.named_parameters() if n.endswith("weight")}
+    assert {"pos_embed", "blocks.0.attn.logit_scale", "head.bias"} <= {names[id(p)] for p in spared["params"]}
