@@ -4,11 +4,11 @@ import fnmatch
 
 import timm
 
-from affdiv_zoo.models import mlp, mlp_mixer, resnet, vision_transformer
+from affdiv_zoo.models import cnn, mlp, mlp_mixer, resnet, vision_transformer
 
 __all__ = ["list_models"]
 
-_MODULES = (mlp, mlp_mixer, resnet, vision_transformer)
+_MODULES = (cnn, mlp, mlp_mixer, resnet, vision_transformer)
 
 
 def list_models(filter: str = "", pretrained: bool = False) -> list[str]:

@@ -24,6 +24,8 @@ MODELS = {
     "mixer_s16_224_affine": dict(img_size=32, patch_size=8, embed_dim=32, num_blocks=3),
     "mlp_cifar": dict(depth=3, width=64),
     "mlp_cifar_affine": dict(depth=3, width=64),
+    "cnn_cifar": dict(depth=5, norm="batch"),
+    "cnn_cifar_patchnorm": dict(depth=5),
 }
 FIXED = ("vit_", "mixer_", "mlp_")  # nets for one image size
 
@@ -156,7 +158,7 @@ def test_weight_decay_spares_vectors_and_embeddings(create):
     assert {n for n, p in model.named_parameters() if id(p) in spared} == expected
 
 
-@pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith("mlp_")])  # nothing to drop: no residual paths
+@pytest.mark.parametrize("name", [n for n in MODELS if not n.startswith(("mlp_", "cnn_"))])  # no residual paths
 def test_drop_path_rate(name):
     model = timm.create_model(name, drop_path_rate=0.3, **MODELS[name])
     rates = [m.drop_prob for m in model.modules() if isinstance(m, DropPath)]

@@ -9,7 +9,7 @@ import affdiv_zoo
 from affdiv_zoo.layers import CorrectedAttention, CorrectedLinear, PatchNormConv2d
 
 # Millions of parameters. ResNet, ViT, Mixer: of timm's nets in its results tables. CIFAR ResNets: He et al., table 6.
-# The rest by hand: the MLP is 3072 * 256 + 5 * 256^2 + 2560 weights.
+# The rest by hand: the MLP is 3072 * 256 + 5 * 256^2 + 2560 weights, the CNN 27 * 32 + 3 * 9 * 32^2 + 320.
 MILLIONS = {
     "resnet18_patchnorm": 11.69,
     "resnet34_patchnorm": 21.80,
@@ -31,6 +31,8 @@ MILLIONS = {
     "mixer_b16_224_affine": 59.88,
     "mlp_cifar": 1.12,
     "mlp_cifar_affine": 1.12,
+    "cnn_cifar": 0.03,
+    "cnn_cifar_patchnorm": 0.03,
 }
 
 CORRECTED = sorted(name for name in MILLIONS if name.endswith(("_patchnorm", "_affine")))

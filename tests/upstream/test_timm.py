@@ -31,6 +31,7 @@ FAMILIES = {
     "ViT": "vit_*",
     "Mixer": "mixer_*",
     "MLP": "mlp_*",
+    "CNN": "cnn_*",
 }
 
 SMALL = (
@@ -40,6 +41,8 @@ SMALL = (
     "vit_nano_patch4_32_affine",
     "mlp_cifar",
     "mlp_cifar_affine",
+    "cnn_cifar",
+    "cnn_cifar_patchnorm",
 )
 
 # Every name takes part in these, in timm 1.0.31, and in four to seven others that depend on its family.
