@@ -8,6 +8,12 @@ The way from a name to tensors has three steps:
    are and go through timm's transforms one by one (`TransformDataset`).
 3. In both cases the augmentation of a sample is a pure function of (seed, epoch, index). It depends neither on the
    number of workers or processes nor on what was drawn before, so that a resumed run sees the very same images.
+
+Data sets that are too large to be listed first, are read as streams instead (`--streaming`, streaming.py).
+
+An image that cannot be decoded stops the run, or is counted, reported and left out, up to `--max-decode-errors` in an
+epoch. In training the next readable image of the set takes its place, so that all batches keep their size. In
+evaluation its label becomes `UNREADABLE`, which the metrics leave out.
 """
 
 import contextlib
@@ -15,6 +21,7 @@ import io
 import os
 import random
 import re
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -27,7 +34,7 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_transform, get_img_extensions, resolve_data_config
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 TRAIN_SPLITS = ("train", "training")
 TEST_SPLITS = ("test", "validation", "val", "valid", "dev", "eval")
@@ -37,6 +44,9 @@ MAX_ARRAY_SIDE = 64  # pixels; larger images are decoded as they are needed
 MAX_ARRAY_BYTES = 2 * 2**30
 CROP_PADDING = 4  # pixels
 HUB_TIMEOUT = 5.0  # seconds
+BLACK_SIDE = 256  # pixels of what stands for an unreadable image before the transform
+UNREADABLE = -100  # the label of an evaluation image that cannot be decoded; what torch's cross-entropy ignores
+WORKER_SLOTS = 256  # of DecodeErrors; workers beyond that many share slots, which could lose a count
 
 # What Pillow raises on files that are no image, cut off or otherwise broken.
 DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError)
@@ -48,6 +58,84 @@ class RecipeError(Exception):
 
 class ImageDecodeError(RecipeError):
     """An image file that cannot be read. Unlike the other errors, it may strike one process of several."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Images that cannot be decoded
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class DecodeErrors:
+    """Counts a data set's images that could not be decoded in this epoch, in this process and all its loader workers.
+
+    Every worker writes a slot of its own in shared memory, so that no lock is needed.
+
+    Args:
+        limit: How many may be skipped in an epoch. Each process stops as soon as it has more by itself, and
+            `check_skipped` compares the sum over all processes.
+    """
+
+    def __init__(self, limit: int = 0):
+        self.limit = limit
+        self.slots = torch.zeros(WORKER_SLOTS + 1, dtype=torch.int64).share_memory_()
+
+    def reset(self) -> None:
+        """Begins an epoch."""
+        self.slots.zero_()
+
+    @property
+    def count(self) -> int:
+        """The number in this epoch so far."""
+        return int(self.slots.sum())
+
+    def add(self, error: ImageDecodeError) -> None:
+        """Counts and prints an image that is skipped, or raises its error if it is one too many."""
+        worker = get_worker_info()
+        self.slots[0 if worker is None else 1 + worker.id % WORKER_SLOTS] += 1
+        if self.count > self.limit:
+            raise too_many(self.count, self.limit, error) from error
+        warn(f"skipped: {error}")
+
+
+def too_many(count: int, limit: int, error: ImageDecodeError) -> ImageDecodeError:
+    """Words the error of an image that is one too many."""
+    if not limit:
+        return ImageDecodeError(f"{error}, or allow for some with --max-decode-errors")
+    return ImageDecodeError(f"--max-decode-errors {limit}: {count} images are unreadable, the last one: {error}")
+
+
+def warn(message: str) -> None:
+    """Writes one line to stderr, from whatever process or loader worker has something to say."""
+    sys.stderr.write(f"{Path(sys.argv[0]).name or 'recipes'}: warning: {message}\n")  # one write, not cut by others
+    sys.stderr.flush()
+
+
+def check_skipped(accelerator: Any, dataset: Dataset, name: str) -> int:
+    """Reports how many images were skipped in the epoch that has just ended. All processes have to call it.
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        dataset: The data set; one without an `errors` attribute skips nothing.
+        name: What to call it, such as "training".
+
+    Returns:
+        The number of skipped images in all processes.
+
+    Raises:
+        RecipeError: There were more than `--max-decode-errors` in all processes together.
+    """
+    errors = getattr(dataset, "errors", None)
+    if errors is None:
+        return 0
+    count = int(accelerator.reduce(torch.tensor(errors.count, device=accelerator.device), "sum"))
+    if count > errors.limit:
+        raise RecipeError(
+            f"--max-decode-errors {errors.limit}: {count} {name} images could not be decoded; "
+            "replace or remove those named above, or raise the limit"
+        )
+    if count and accelerator.is_main_process:
+        warn(f"{count} {name} image{'s' * (count > 1)} could not be decoded and left out in this epoch")
+    return count
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -165,15 +253,25 @@ class HubImages:
         return len(self.column)
 
     def load(self, index: int) -> Image.Image:
-        item = self.column[int(index)][self.key] or {}
-        if item.get("bytes") is not None:
-            return Image.open(io.BytesIO(item["bytes"]))
-        if item.get("path"):
-            return Image.open(item["path"])
-        raise ValueError("the row holds no image")
+        return open_encoded(self.column[int(index)][self.key])
 
     def describe(self, index: int) -> str:
         return f"row {index} of split {self.split!r}"
+
+
+def open_encoded(item: dict[str, Any] | None) -> Image.Image:
+    """Opens an image as `datasets` hands it over undecoded: its bytes, or a path or address."""
+    item = item or {}
+    if item.get("bytes") is not None:
+        return Image.open(io.BytesIO(item["bytes"]))
+    if not item.get("path"):
+        raise ValueError("the row holds no image")
+    if os.path.exists(item["path"]):
+        return Image.open(io.BytesIO(Path(item["path"]).read_bytes()))
+    import fsspec  # which datasets needs anyway
+
+    with fsspec.open(item["path"], "rb") as file:
+        return Image.open(io.BytesIO(file.read()))
 
 
 @dataclass
@@ -182,6 +280,11 @@ class Split:
 
     images: ArrayImages | FileImages | HubImages
     labels: np.ndarray
+    unreadable: set[int] = field(default_factory=set)  # positions that `decode_small` could not decode
+
+    def readable(self, positions: np.ndarray) -> np.ndarray:
+        """Leaves the unreadable ones out of some positions."""
+        return positions[~np.isin(positions, list(self.unreadable))]
 
 
 @dataclass
@@ -347,15 +450,12 @@ def hub_answers() -> bool:
     return True
 
 
-def find_hub_dataset(
-    name: str,
-    config: str | None,
-    train_split: str | None,
-    test_split: str | None,
-    image_key: str | None,
-    label_key: str | None,
-) -> Source:
-    """Finds a data set with `datasets`: on the Hub, in its cache or in a local folder."""
+def open_hub_dataset(name: str, config: str | None, streaming: bool = False) -> dict[str, Any]:
+    """Opens a data set with `datasets`: from the Hub, its cache or a local folder; as streams, if asked for.
+
+    Returns:
+        The splits by name.
+    """
     try:
         import datasets
     except ImportError as error:
@@ -370,10 +470,24 @@ def find_hub_dataset(
     datasets.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
     try:
-        splits = datasets.load_dataset(name, config)
+        splits = datasets.load_dataset(name, config, streaming=streaming)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         hint = "" if local else "; name 'digits', a Hub data set that can be reached or an existing folder"
         raise RecipeError(f"--dataset {name!r} cannot be loaded ({one_line(error)}){hint}") from error
+    return splits
+
+
+def find_hub_dataset(
+    name: str,
+    config: str | None,
+    train_split: str | None,
+    test_split: str | None,
+    image_key: str | None,
+    label_key: str | None,
+) -> Source:
+    """Finds a data set with `datasets`: on the Hub, in its cache or in a local folder."""
+    splits = open_hub_dataset(name, config)
+    import datasets
 
     train_name = pick_split(list(splits), train_split, TRAIN_SPLITS, "--train-split", name)
     others = [split for split in splits if split != train_name]
@@ -409,7 +523,7 @@ def find_image_key(split: Any, wanted: str | None, name: str) -> str:
     if wanted not in split.column_names:
         raise RecipeError(f"--image-key {wanted!r}: {name!r} has no such column; it has {listed(split.column_names)}")
     # A parquet file written without `datasets` holds images too: as bytes, or as the {bytes, path} the Hub uses.
-    stored = split.data.schema.field(wanted).type
+    stored = split.features.arrow_schema.field(wanted).type
     is_image = (
         pyarrow.types.is_binary(stored)
         or pyarrow.types.is_large_binary(stored)
@@ -423,7 +537,7 @@ def find_image_key(split: Any, wanted: str | None, name: str) -> str:
 
 
 def find_label_key(split: Any, wanted: str | None, image_key: str, name: str) -> str:
-    """Returns the label column: the one that is asked for, or the only ClassLabel."""
+    """Returns the label column: the one that is asked for, the only ClassLabel, or WebDataset's `cls`."""
     import datasets
 
     columns = [key for key in split.column_names if key != image_key]
@@ -432,6 +546,7 @@ def find_label_key(split: Any, wanted: str | None, image_key: str, name: str) ->
             raise RecipeError(f"--label-key {wanted!r}: {name!r} has no such column; it has {listed(columns)}")
         return wanted
     keys = [key for key in columns if isinstance(split.features[key], datasets.ClassLabel)]
+    keys = keys or [key for key in columns if key == "cls"]  # what WebDataset shards call it
     if len(keys) == 1:
         return keys[0]
     there = listed(keys or columns)
@@ -483,13 +598,19 @@ def find_source(args: Any) -> Source:
                 f"--dataset {name!r}: the folder holds no images; expected train/ and test/ folders of class folders, "
                 "class folders, or data files in the Hub's layout"
             )
-    elif path.exists():
-        raise RecipeError(f"--dataset {name!r} is a file; name the folder it lies in")
-    elif not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
-        raise RecipeError(f"--dataset {name!r}: no such folder; name 'digits', a Hub data set or an existing folder")
+    check_dataset_name(name)
     return find_hub_dataset(
         name, args.dataset_config, args.train_split, args.test_split, args.image_key, args.label_key
     )
+
+
+def check_dataset_name(name: str) -> None:
+    """Raises a RecipeError for what is neither a folder nor like a name on the Hub."""
+    path = Path(name)
+    if path.is_file():
+        raise RecipeError(f"--dataset {name!r} is a file; name the folder it lies in")
+    if not path.is_dir() and not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+        raise RecipeError(f"--dataset {name!r}: no such folder; name 'digits', a Hub data set or an existing folder")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -497,31 +618,64 @@ def find_source(args: Any) -> Source:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def decode_small(source: Source, img_size: int | None, dataset: str) -> list[np.ndarray] | None:
+def decode_small(source: Source, img_size: int | None, dataset: str, limit: int = 0) -> list[np.ndarray] | None:
     """Decodes the images of all splits into uint8 arrays, N x H x W x C, if they are small squares of one size.
+
+    Args:
+        source: The images. The positions of those that cannot be decoded are noted in its splits.
+        img_size: The side that the model is to see; None for the images' own.
+        dataset: The data set's name, for messages.
+        limit: How many images may be unreadable in all splits together.
 
     Returns:
         One array for each split there is, or None if the images are large, many, of several sizes or of another size
         than the model is to see.
     """
-    splits = [split.images for split in (source.train, source.test) if split is not None]
-    width, height = load_image(splits[0], 0, dataset).size
+    splits = [split for split in (source.train, source.test) if split is not None]
+    errors: list[ImageDecodeError] = []
+
+    def decode(split: Split, index: int) -> Image.Image | None:
+        try:
+            return load_image(split.images, index, dataset)
+        except ImageDecodeError as error:
+            errors.append(error)
+            if len(errors) > limit:
+                raise too_many(len(errors), limit, error) from error
+            return None
+
+    first = next((image for index in range(len(splits[0].images)) if (image := decode(splits[0], index))), None)
+    if first is None:
+        return None
+    width, height = first.size
     if width != height or width > MAX_ARRAY_SIDE or img_size not in (None, width):
         return None
-    if sum(map(len, splits)) * height * width * 3 > MAX_ARRAY_BYTES:
+    if sum(len(split.images) for split in splits) * height * width * 3 > MAX_ARRAY_BYTES:
         return None
-    arrays = []
+    arrays, unreadable = [], []
     all_gray = True
-    for images in splits:
-        array = np.empty((len(images), height, width, 3), dtype=np.uint8)
-        for index in range(len(images)):
-            image = load_image(images, index, dataset)
+    errors.clear()
+    for split in splits:
+        array = np.zeros((len(split.images), height, width, 3), dtype=np.uint8)
+        unreadable.append(set())
+        for index in range(len(split.images)):
+            image = decode(split, index)
+            if image is None:
+                unreadable[-1].add(index)
+                continue
             if image.size != (width, height):
                 return None
             all_gray &= image.mode == "L"
             pixels = np.asarray(image)
             array[index] = pixels if pixels.ndim == 3 else pixels[..., None]
         arrays.append(array)
+    # Only now: had any image another size, all would be decoded again, when they are needed.
+    for split, positions in zip(splits, unreadable, strict=True):
+        split.unreadable = positions
+    if os.environ.get("RANK", "0") == "0":  # every process decodes the same images
+        for error in errors:
+            warn(f"skipped: {error}")
+        if errors:
+            warn(f"{len(errors)} image{'s' * (len(errors) > 1)} could not be decoded and left out of the data set")
     return [array[..., :1].copy() for array in arrays] if all_gray else arrays
 
 
@@ -627,7 +781,20 @@ def as_it_is(batch: Any) -> Any:
 
 
 class TransformDataset(Dataset):
-    """Images that are decoded when they are needed and go through a timm transform."""
+    """Images that are decoded when they are needed and go through a timm transform.
+
+    Args:
+        images: The images.
+        labels: Their classes.
+        positions: Which of the images are in this set.
+        transform: From a PIL image to a tensor.
+        dataset: The data set's name, for messages.
+        seed: The run's seed.
+        errors: Counts the images that cannot be decoded; without it, the first one is an error.
+        replace: Whether another image of the set takes the place of an unreadable one, as training wants it. If not,
+            the image is black and its label `UNREADABLE`.
+        mode: Pillow's mode that the transform gets: `RGB` or `L`.
+    """
 
     def __init__(
         self,
@@ -637,6 +804,9 @@ class TransformDataset(Dataset):
         transform: Any,
         dataset: str,
         seed: int = 0,
+        errors: DecodeErrors | None = None,
+        replace: bool = True,
+        mode: str = "RGB",
     ):
         self.images = images
         self.labels = labels
@@ -644,20 +814,44 @@ class TransformDataset(Dataset):
         self.transform = transform
         self.dataset = dataset
         self.seed = seed
+        self.errors = errors or DecodeErrors()
+        self.replace = replace
+        self.mode = mode
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose augmentation is drawn. accelerate's loaders call it."""
+        """Chooses the epoch whose augmentation is drawn. accelerate's loaders call it before they start workers."""
         self.epoch = epoch
+        self.errors.reset()
 
     def __len__(self) -> int:
         return len(self.positions)
 
+    def load(self, index: int) -> Image.Image:
+        """Decodes one image of this set."""
+        return load_image(self.images, int(self.positions[index]), self.dataset).convert(self.mode)
+
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        position = int(self.positions[index])
-        image = load_image(self.images, position, self.dataset).convert("RGB")
+        used, readable = index, True
+        try:
+            image = self.load(index)
+        except ImageDecodeError as error:
+            self.errors.add(error)  # raises it if it is one too many
+            if self.replace:
+                used, image = self.next_readable(index)
+            else:
+                image, readable = Image.new(self.mode, (BLACK_SIDE, BLACK_SIDE)), False
         with global_rngs_seeded(int(sample_bits(self.seed, self.epoch, [index])[0])):
-            return self.transform(image), int(self.labels[position])
+            pixels = self.transform(image)
+        return pixels, int(self.labels[self.positions[used]]) if readable else UNREADABLE
+
+    def next_readable(self, index: int) -> tuple[int, Image.Image]:
+        """Finds the next image that can be decoded. Those on the way are counted when it is their own turn."""
+        for step in range(1, len(self)):
+            other = (index + step) % len(self)
+            with contextlib.suppress(ImageDecodeError):
+                return other, self.load(other)
+        raise ImageDecodeError(f"--dataset {self.dataset!r}: none of {len(self)} images can be decoded")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -704,8 +898,12 @@ def load_data(args: Any, pretrained_cfg: dict[str, Any], source: Source | None =
     Returns:
         The data sets and what is known about them.
     """
+    name, limit = args.dataset, getattr(args, "max_decode_errors", 0)
+    if getattr(args, "streaming", False):
+        from streaming import load_stream_data  # which imports this module
+
+        return load_stream_data(args, pretrained_cfg)
     source = source or find_source(args)
-    name = args.dataset
     if len(source.label_names) < 2:
         raise RecipeError(f"--dataset {name!r} has {len(source.label_names)} class(es); at least 2 are needed")
     for split in (source.train, source.test):
@@ -713,15 +911,14 @@ def load_data(args: Any, pretrained_cfg: dict[str, Any], source: Source | None =
             raise RecipeError(f"--dataset {name!r}: the {'training' if split is source.train else 'test'} set is empty")
     train_positions, val_positions, test_positions = choose_positions(args, source)
 
-    augment = args.augment
-    if augment == "auto":
-        augment = "none" if name == "digits" else "crop-flip"  # a mirrored digit is another digit, or none
-
+    augment = choose_augmentation(args)
     if args.img_size not in source.arrays:
-        source.arrays[args.img_size] = decode_small(source, args.img_size, name)
+        source.arrays[args.img_size] = decode_small(source, args.img_size, name, limit)
     arrays = source.arrays[args.img_size]
     if arrays is not None:
         train_array, test_array = arrays[0], arrays[-1]
+        train_positions, val_positions = source.train.readable(train_positions), source.train.readable(val_positions)
+        test_positions = (source.test or source.train).readable(test_positions)
         mean, std = channel_statistics(train_array[train_positions])
         _, height, width, channels = train_array.shape
         config = resolve_data_config(
@@ -736,24 +933,13 @@ def load_data(args: Any, pretrained_cfg: dict[str, Any], source: Source | None =
         val = part(train_array, source.train, val_positions)
         test = part(test_array, source.test or source.train, test_positions)
     else:
-        size = (args.img_size,) * 2 if args.img_size else tuple(pretrained_cfg.get("input_size", (3, 224, 224))[1:])
-        mean_std = {key: pretrained_cfg[key] for key in ("mean", "std") if len(pretrained_cfg.get(key) or ()) == 3}
-        config = resolve_data_config(
-            dict(input_size=(3, *size), **mean_std),
-            pretrained_cfg={key: value for key, value in pretrained_cfg.items() if key not in ("mean", "std")},
-        )
-        train_transform = create_transform(
-            **config,
-            is_training=True,
-            no_aug=augment == "none",
-            hflip=0.5 if augment == "crop-flip" else 0.0,
-        )
-        eval_transform = create_transform(**config)
+        config, train_transform, eval_transform, augment = build_transforms(args, pretrained_cfg)
 
-        def part(split: Split, positions: np.ndarray, transform: Any) -> TransformDataset:
-            return TransformDataset(split.images, split.labels, positions, transform, name, args.seed)
+        def part(split: Split, positions: np.ndarray, transform: Any, replace: bool = False) -> TransformDataset:
+            errors = DecodeErrors(limit)
+            return TransformDataset(split.images, split.labels, positions, transform, name, args.seed, errors, replace)
 
-        train = part(source.train, train_positions, train_transform)
+        train = part(source.train, train_positions, train_transform, replace=True)
         val = part(source.train, val_positions, eval_transform)
         test = part(source.test or source.train, test_positions, eval_transform)
     return Data(
@@ -766,6 +952,35 @@ def load_data(args: Any, pretrained_cfg: dict[str, Any], source: Source | None =
         augment=augment,
         collate_fn=as_it_is if isinstance(train, ArrayDataset) else None,
     )
+
+
+def choose_augmentation(args: Any) -> str:
+    """Returns what `--augment` stands for."""
+    if args.augment == "auto":
+        return "none" if args.dataset == "digits" else "crop-flip"  # a mirrored digit is another digit, or none
+    return args.augment
+
+
+def build_transforms(args: Any, pretrained_cfg: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, str]:
+    """Makes timm's transforms for images that are not held in memory.
+
+    Returns:
+        timm's description of the input, the transforms for training and for evaluation, and the augmentation.
+    """
+    augment = choose_augmentation(args)
+    size = (args.img_size,) * 2 if args.img_size else tuple(pretrained_cfg.get("input_size", (3, 224, 224))[1:])
+    mean_std = {key: pretrained_cfg[key] for key in ("mean", "std") if len(pretrained_cfg.get(key) or ()) == 3}
+    config = resolve_data_config(
+        dict(input_size=(3, *size), **mean_std),
+        pretrained_cfg={key: value for key, value in pretrained_cfg.items() if key not in ("mean", "std")},
+    )
+    train_transform = create_transform(
+        **config,
+        is_training=True,
+        no_aug=augment == "none",
+        hflip=0.5 if augment == "crop-flip" else 0.0,
+    )
+    return config, train_transform, create_transform(**config), augment
 
 
 def choose_positions(args: Any, source: Source) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
