@@ -21,6 +21,7 @@ from timm.models._manipulate import adapt_input_conv, checkpoint_seq
 from affdiv_zoo._checks import check_choice
 from affdiv_zoo.layers import RadialActivation
 from affdiv_zoo.models._corrected import InitCorrected, correct_linear
+from affdiv_zoo.models._released import released_cfgs, warn_of_other_map
 from affdiv_zoo.models.resnet import CIFAR10_MEAN, CIFAR10_STD
 from affdiv_zoo.types import Correction, Scale
 
@@ -260,10 +261,11 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
     }
 
 
-default_cfgs = generate_default_cfgs({"mlp_cifar.untrained": _cfg(), "mlp_cifar_affine.untrained": _cfg()})
+default_cfgs = generate_default_cfgs(released_cfgs(_cfg, "mlp_cifar", "mlp_cifar_affine"))
 
 
 def _create(cls: type[MlpNet], variant: str, pretrained: bool, **kwargs: Any) -> MlpNet:
+    warn_of_other_map(cls, variant, pretrained, kwargs)
     return build_model_with_cfg(
         cls,
         variant,

@@ -19,6 +19,7 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from affdiv_zoo.layers import PatchNormConv2d
 from affdiv_zoo.models._blocks import fuse_activations
 from affdiv_zoo.models._corrected import InitCorrected
+from affdiv_zoo.models._released import released_cfgs, warn_of_other_map
 from affdiv_zoo.types import Correction, Scale
 
 __all__ = ["CifarResNet", "PatchNormCifarResNet", "PatchNormResNet"]  # register_model adds the entry points
@@ -215,14 +216,13 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 
 def _cifar_cfg(**kwargs: Any) -> dict[str, Any]:
     sizes = {"num_classes": 10, "input_size": (3, 32, 32), "pool_size": (8, 8), "crop_pct": 1.0}
-    return _cfg(mean=CIFAR10_MEAN, std=CIFAR10_STD, **sizes, **kwargs)
+    return _cfg(**{**sizes, "mean": CIFAR10_MEAN, "std": CIFAR10_STD, **kwargs})
 
 
 default_cfgs = generate_default_cfgs(
     {
         **{f"resnet{depth}_patchnorm.untrained": _cfg() for depth in (18, 34, 50, 101)},
-        **{f"resnet{depth}_cifar.untrained": _cifar_cfg() for depth in (20, 32, 56)},
-        **{f"resnet{depth}_cifar_patchnorm.untrained": _cifar_cfg() for depth in (20, 32, 56)},
+        **released_cfgs(_cifar_cfg, *(f"resnet{depth}_cifar{end}" for depth in (20, 32, 56) for end in ("", "_patchnorm"))),
     }
 )
 
@@ -260,6 +260,7 @@ def resnet101_patchnorm(pretrained: bool = False, **kwargs: Any) -> PatchNormRes
 
 
 def _cifar_resnet(cls: type[CifarResNet], variant: str, pretrained: bool, **kwargs: Any) -> CifarResNet:
+    warn_of_other_map(cls, variant, pretrained, kwargs)
     return build_model_with_cfg(cls, variant, pretrained, feature_cfg=dict(out_indices=(0, 1, 2)), **kwargs)
 
 

@@ -17,6 +17,7 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 
 from affdiv_zoo.layers import CorrectedAttention, PatchNormConv2d
 from affdiv_zoo.models._corrected import InitCorrected, correct_linear
+from affdiv_zoo.models._released import released_cfgs, warn_of_other_map
 from affdiv_zoo.models.resnet import CIFAR10_MEAN, CIFAR10_STD
 from affdiv_zoo.types import AttentionCorrection, Correction, Scale
 
@@ -152,14 +153,13 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 
 def _nano_cfg(**kwargs: Any) -> dict[str, Any]:
     sizes = {"num_classes": 10, "input_size": (3, 32, 32), "crop_pct": 1.0}
-    return _cfg(mean=CIFAR10_MEAN, std=CIFAR10_STD, **sizes, **kwargs)
+    return _cfg(**{**sizes, "mean": CIFAR10_MEAN, "std": CIFAR10_STD, **kwargs})
 
 
 default_cfgs = generate_default_cfgs(
     {
         **{f"vit_{size}_patch16_224_affine.untrained": _cfg() for size in ("tiny", "small", "base")},
-        "vit_nano_patch4_32.untrained": _nano_cfg(),
-        "vit_nano_patch4_32_affine.untrained": _nano_cfg(),
+        **released_cfgs(_nano_cfg, "vit_nano_patch4_32", "vit_nano_patch4_32_affine"),
     }
 )
 
@@ -167,6 +167,7 @@ _NANO = dict(patch_size=4, embed_dim=96, depth=6, num_heads=3, class_token=False
 
 
 def _create(cls: type[VisionTransformer], variant: str, pretrained: bool, **kwargs: Any) -> VisionTransformer:
+    warn_of_other_map(cls, variant, pretrained, kwargs)
     return build_model_with_cfg(
         cls,
         variant,
