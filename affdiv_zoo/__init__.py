@@ -4,8 +4,9 @@ Importing this package registers its models with timm: ``timm.create_model("resn
 """
 
 from affdiv_zoo.convert import convert
+from affdiv_zoo.diagnostics import diagnose
 from affdiv_zoo.models import list_models
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "convert", "list_models"]
+__all__ = ["__version__", "convert", "diagnose", "list_models"]
