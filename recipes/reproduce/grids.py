@@ -132,7 +132,8 @@ def files() -> dict[str, str]:
     everything = {"train_limit": None}  # all images
 
     def add(name: str, title: str, small: dict[str, Any], full: dict[str, Any]) -> None:
-        titles[name], sweeps[name] = f"{title}: 10,000 images, one CPU core.", small
+        images = small["arguments"]["train_limit"]
+        titles[name], sweeps[name] = f"{title}: {images:,} images, one CPU core.", small
         titles[f"{name}_full"], sweeps[f"{name}_full"] = f"{title}: all images, for a GPU.", full
 
     for act, shapes in SHAPES.items():
@@ -151,8 +152,13 @@ def files() -> dict[str, str]:
     add(
         "cnn",
         "Plain convolutional nets, norms against PatchNorm",
-        sweep(common(batch_size=64), convolutional([(16, 4)]), seeds=3),
-        sweep(common(epochs=30, **everything), convolutional([(32, 4), (64, 8), (128, 12)]), seeds=10, tune_seeds=3),
+        sweep(common(train_limit=5000, batch_size=32), convolutional([(16, 4)]), seeds=3),
+        sweep(
+            common(epochs=30, batch_size=64, **everything),
+            convolutional([(32, 4), (64, 8), (128, 12)]),
+            seeds=10,
+            tune_seeds=3,
+        ),
     )
     return {f"{name}.yaml": text(titles[name], spec) for name, spec in sweeps.items()}
 

@@ -241,15 +241,18 @@ def correlation(points: dict[int, list[float]], draws: int = 10000) -> Interval 
         return None
     sizes = np.repeat(list(points), [len(values) for values in points.values()])
     random = np.random.default_rng(0)
-    drawn = [random.choice(values, (draws, len(values))) for values in points.values()]
-    sample = np.concatenate(drawn, axis=1)
-    mean = stats.spearmanr(sizes, np.concatenate(list(points.values()))).statistic
-    x, y = stats.rankdata(sizes), stats.rankdata(sample, axis=1)
+    drawn = np.concatenate([random.choice(values, (draws, len(values))) for values in points.values()], axis=1)
+    measured = rank_correlation(sizes, np.concatenate(list(points.values()))[None])
+    low, high = np.quantile(rank_correlation(sizes, drawn), (0.025, 0.975))
+    return Interval(float(measured[0]), float(low), float(high), len(sizes), len(points))
+
+
+def rank_correlation(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Spearman's correlation of x with every row; 0 for a constant row."""
+    x, y = stats.rankdata(x), stats.rankdata(rows, axis=1)
     x, y = x - x.mean(), y - y.mean(1, keepdims=True)
     norm = np.sqrt((x**2).sum() * (y**2).sum(1))
-    rho = np.divide((x * y).sum(1), norm, out=np.zeros(draws), where=norm > 0)
-    low, high = np.quantile(rho, (0.025, 0.975))
-    return Interval(float(mean), float(low), float(high), len(sizes), len(points))
+    return np.divide(y @ x, norm, out=np.zeros(len(rows)), where=norm > 0)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -649,19 +652,29 @@ def batch_text(results: Results) -> str:
 # --------------------------------------------------------------------------------------------------------------------
 
 
+def drawings(results: Results) -> dict[str, tuple[str, Callable[[Path], None]]]:
+    """The plots there are runs for: file name -> what it shows, and what draws it."""
+    some = {cell.sweep for cell in results}
+    found: dict[str, tuple[str, Callable[[Path], None]]] = {}
+    if some.intersection(FC):
+        if panels(results):
+            found["fully_connected"] = ("Accuracy against width and depth", lambda p: plot_fully_connected(results, p))
+        found["differences"] = ("Lead of affine-like in every net", lambda p: plot_differences(results, p))
+    if "batch_size" in some:
+        found["batch_size"] = ("Accuracy against batch size", lambda p: plot_batch_size(results, p))
+    if "cnn" in some:
+        found["cnn"] = ("Convolutional nets", lambda p: plot_cnn(results, p))
+    found["geometry"] = ("What each map does to a cloud in the plane", plot_geometry)
+    return {f"{name}.png": drawing for name, drawing in found.items()}
+
+
 def plots(results: Results, out: Path) -> None:
     """Draws everything there are runs for."""
     import matplotlib
 
     matplotlib.use("Agg")
-    plot_geometry(out / "geometry.png")
-    if any(cell.act for cell in results):
-        plot_fully_connected(results, out / "fully_connected.png")
-        plot_differences(results, out / "differences.png")
-    if any(cell.sweep == "batch_size" for cell in results):
-        plot_batch_size(results, out / "batch_size.png")
-    if any(cell.sweep == "cnn" for cell in results):
-        plot_cnn(results, out / "cnn.png")
+    for name, (_, draw) in drawings(results).items():
+        draw(out / name)
 
 
 def save(figure, path: Path) -> None:
@@ -698,26 +711,27 @@ def line(axis, x: list[int], columns: list[Result], name: str) -> None:
     axis.errorbar(x, [r.mean for r in columns], spread, color=COLOURS[name], marker="o", capsize=2, label=name, ms=4)
 
 
+def panels(results: Results) -> list[tuple[str, str, list[Cell]]]:
+    """What can be drawn against width or depth: a title, the axis and its cells, the other one fixed."""
+    found = []
+    for act in dict.fromkeys(cell.act for cell in results if cell.act):
+        for by, fixed in (("width", "depth"), ("depth", "width")):
+            cells = [cell for cell in results if cell.act == act]
+            (_, most), *_ = count = collections.Counter(getattr(cell, fixed) for cell in cells).most_common()
+            if most > 1:
+                at = max(value for value, number in count if number == most)
+                chosen = sorted((c for c in cells if getattr(c, fixed) == at), key=lambda c: getattr(c, by))
+                found.append((f"{act}, {fixed} {at}", by, chosen))
+    return found
+
+
 def plot_fully_connected(results: Results, path: Path) -> None:
     """Accuracy against width and against depth."""
     from matplotlib import pyplot
 
-    panels = []
-    for act in dict.fromkeys(cell.act for cell in results if cell.act):
-        for by, fixed in (("width", "depth"), ("depth", "width")):
-            cells = [cell for cell in results if cell.act == act]
-            common = collections.Counter(getattr(cell, fixed) for cell in cells).most_common()
-            if not common or common[0][1] < 2:
-                continue
-            at = max(value for value, count in common if count == common[0][1])
-            chosen = sorted((c for c in cells if getattr(c, fixed) == at), key=lambda c: getattr(c, by))
-            panels.append((f"{act}, {fixed} {at}", by, chosen))
-    if not panels:
-        return
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), 4.2), layout="constrained", squeeze=False
-    )
-    for axis, (title, by, cells) in zip(axes[0], panels, strict=True):
+    drawn = panels(results)
+    figure, axes = pyplot.subplots(1, len(drawn), figsize=(4.2 * len(drawn), 4.2), layout="constrained", squeeze=False)
+    for axis, (title, by, cells) in zip(axes[0], drawn, strict=True):
         for name in COLOURS:
             own = [cell for cell in cells if name in results[cell]]
             if own:
@@ -863,11 +877,7 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
         "",
         "Accuracies in points of per cent. The verdict follows from the parts below: *reproduced* if all hold, *not "
         "reproduced* if none holds and one fails, *undecided* if all intervals contain the bound, else *partly*.\n",
-        f"![Accuracy against width and depth]({figures}/fully_connected.png)\n",
-        f"![Lead of affine-like over each normaliser]({figures}/differences.png)\n",
-        f"![Accuracy against batch size]({figures}/batch_size.png)\n",
-        f"![Convolutional nets]({figures}/cnn.png)\n",
-        f"![What each map does to a cloud in the plane]({figures}/geometry.png)\n",
+        *(f"![{title}]({figures}/{name})\n" for name, (title, _) in drawings(results).items()),
         f"All accuracies: [fully connected]({figures}/fully_connected.md), [convolutional]({figures}/cnn.md), "
         f"[batch size]({figures}/batch_size.md).\n",
         "## The claims, part by part\n",
@@ -896,8 +906,8 @@ HOW = """## How
 * Every method has four learning rates, a factor of about three apart, and the one of the best accuracy on validation
   images, split off the training set, is taken (one seed). Where the rates of a map lie was found by a pilot, also on
   validation images. The test set is read once per final run, with other seeds, on the whole training part.
-* 10,000 training images without augmentation, SGD with momentum 0.9, a cosine schedule, three or four epochs: a run
-  takes seconds on one core. `sweeps/*.yaml` have all of it; `grids.py` writes them.
+* 5,000 (convolutional nets) or 10,000 training images without augmentation, SGD with momentum 0.9, a cosine schedule,
+  three or four epochs: a run takes seconds on one core. `sweeps/*.yaml` have all of it; `grids.py` writes them.
 * What a GPU would add: the `..._full` sweeps ({full} runs), on all 50,000 images, for 20 to 30
   epochs, with ten seeds, more widths, depths and batch sizes, and larger convolutional nets.
 
