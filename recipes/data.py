@@ -68,33 +68,54 @@ class ImageDecodeError(RecipeError):
 class DecodeErrors:
     """Counts a data set's images that could not be decoded in this epoch, in this process and all its loader workers.
 
-    Every worker writes a slot of its own in shared memory, so that no lock is needed.
+    It lies in shared memory, as one flag for each image, so that an image that two processes get to fill up their last
+    batches counts once; or, where images have no numbers, as one count for each worker. Nobody writes what another
+    one reads back, so no lock is needed.
 
     Args:
         limit: How many may be skipped in an epoch. Each process stops as soon as it has more by itself, and
             `check_skipped` compares the sum over all processes.
+        images: The number of images, or None to count in workers.
     """
 
-    def __init__(self, limit: int = 0):
+    def __init__(self, limit: int = 0, images: int | None = None):
         self.limit = limit
-        self.slots = torch.zeros(WORKER_SLOTS + 1, dtype=torch.int64).share_memory_()
+        self.numbered = images is not None
+        shape, kind = (images, torch.uint8) if self.numbered else (WORKER_SLOTS + 1, torch.int64)
+        self.counts = torch.zeros(shape, dtype=kind).share_memory_()
 
     def reset(self) -> None:
         """Begins an epoch."""
-        self.slots.zero_()
+        self.counts.zero_()
 
     @property
     def count(self) -> int:
-        """The number in this epoch so far."""
-        return int(self.slots.sum())
+        """The number in this epoch and process so far."""
+        return int(self.counts.sum())
 
-    def add(self, error: ImageDecodeError) -> None:
-        """Counts and prints an image that is skipped, or raises its error if it is one too many."""
-        worker = get_worker_info()
-        self.slots[0 if worker is None else 1 + worker.id % WORKER_SLOTS] += 1
+    def add(self, error: ImageDecodeError, index: int | None = None) -> None:
+        """Counts and prints an image that is skipped, or raises its error if it is one too many.
+
+        Args:
+            error: What happened.
+            index: The image's number, where images have one.
+        """
+        if self.numbered:
+            self.counts[index] = 1
+        else:
+            worker = get_worker_info()
+            self.counts[0 if worker is None else 1 + worker.id % WORKER_SLOTS] += 1
         if self.count > self.limit:
             raise too_many(self.count, self.limit, error) from error
         warn(f"skipped: {error}")
+
+    def total(self, accelerator: Any) -> int:
+        """Returns the number in this epoch and all processes, all of which have to call it."""
+        count = accelerator.reduce(torch.tensor(self.count, device=accelerator.device), "sum")
+        if not self.numbered or not count:
+            return int(count)
+        flags = self.counts.to(accelerator.device, torch.int32)
+        return int((accelerator.reduce(flags, "sum") > 0).sum())
 
 
 def too_many(count: int, limit: int, error: ImageDecodeError) -> ImageDecodeError:
@@ -127,7 +148,7 @@ def check_skipped(accelerator: Any, dataset: Dataset, name: str) -> int:
     errors = getattr(dataset, "errors", None)
     if errors is None:
         return 0
-    count = int(accelerator.reduce(torch.tensor(errors.count, device=accelerator.device), "sum"))
+    count = errors.total(accelerator)
     if count > errors.limit:
         raise RecipeError(
             f"--max-decode-errors {errors.limit}: {count} {name} images could not be decoded; "
@@ -605,7 +626,7 @@ def find_source(args: Any) -> Source:
 
 
 def check_dataset_name(name: str) -> None:
-    """Raises a RecipeError for what is neither a folder nor like a name on the Hub."""
+    """Raises a RecipeError for what is neither a folder nor like the name of a data set on the Hub."""
     path = Path(name)
     if path.is_file():
         raise RecipeError(f"--dataset {name!r} is a file; name the folder it lies in")
@@ -790,7 +811,7 @@ class TransformDataset(Dataset):
         transform: From a PIL image to a tensor.
         dataset: The data set's name, for messages.
         seed: The run's seed.
-        errors: Counts the images that cannot be decoded; without it, the first one is an error.
+        max_errors: How many images of an epoch may be unreadable.
         replace: Whether another image of the set takes the place of an unreadable one, as training wants it. If not,
             the image is black and its label `UNREADABLE`.
         mode: Pillow's mode that the transform gets: `RGB` or `L`.
@@ -804,7 +825,7 @@ class TransformDataset(Dataset):
         transform: Any,
         dataset: str,
         seed: int = 0,
-        errors: DecodeErrors | None = None,
+        max_errors: int = 0,
         replace: bool = True,
         mode: str = "RGB",
     ):
@@ -814,7 +835,7 @@ class TransformDataset(Dataset):
         self.transform = transform
         self.dataset = dataset
         self.seed = seed
-        self.errors = errors or DecodeErrors()
+        self.errors = DecodeErrors(max_errors, len(positions))
         self.replace = replace
         self.mode = mode
         self.epoch = 0
@@ -836,7 +857,7 @@ class TransformDataset(Dataset):
         try:
             image = self.load(index)
         except ImageDecodeError as error:
-            self.errors.add(error)  # raises it if it is one too many
+            self.errors.add(error, index)  # raises it if it is one too many
             if self.replace:
                 used, image = self.next_readable(index)
             else:
@@ -898,8 +919,8 @@ def load_data(args: Any, pretrained_cfg: dict[str, Any], source: Source | None =
     Returns:
         The data sets and what is known about them.
     """
-    name, limit = args.dataset, getattr(args, "max_decode_errors", 0)
-    if getattr(args, "streaming", False):
+    name, limit = args.dataset, args.max_decode_errors
+    if args.streaming:
         from streaming import load_stream_data  # which imports this module
 
         return load_stream_data(args, pretrained_cfg)
@@ -912,9 +933,11 @@ def load_data(args: Any, pretrained_cfg: dict[str, Any], source: Source | None =
     train_positions, val_positions, test_positions = choose_positions(args, source)
 
     augment = choose_augmentation(args)
-    if args.img_size not in source.arrays:
-        source.arrays[args.img_size] = decode_small(source, args.img_size, name, limit)
-    arrays = source.arrays[args.img_size]
+    arrays = None
+    if not timm_augmentation(args):
+        if args.img_size not in source.arrays:
+            source.arrays[args.img_size] = decode_small(source, args.img_size, name, limit)
+        arrays = source.arrays[args.img_size]
     if arrays is not None:
         train_array, test_array = arrays[0], arrays[-1]
         train_positions, val_positions = source.train.readable(train_positions), source.train.readable(val_positions)
@@ -936,8 +959,7 @@ def load_data(args: Any, pretrained_cfg: dict[str, Any], source: Source | None =
         config, train_transform, eval_transform, augment = build_transforms(args, pretrained_cfg)
 
         def part(split: Split, positions: np.ndarray, transform: Any, replace: bool = False) -> TransformDataset:
-            errors = DecodeErrors(limit)
-            return TransformDataset(split.images, split.labels, positions, transform, name, args.seed, errors, replace)
+            return TransformDataset(split.images, split.labels, positions, transform, name, args.seed, limit, replace)
 
         train = part(source.train, train_positions, train_transform, replace=True)
         val = part(source.train, val_positions, eval_transform)
@@ -961,6 +983,22 @@ def choose_augmentation(args: Any) -> str:
     return args.augment
 
 
+def timm_augmentation(args: Any) -> dict[str, Any]:
+    """Returns the options of `create_transform` that were given, by its names for them."""
+    names = dict(
+        aa="auto_augment",
+        scale="scale",
+        ratio="ratio",
+        hflip="hflip",
+        vflip="vflip",
+        color_jitter="color_jitter",
+        reprob="re_prob",
+        train_interpolation="interpolation",
+    )
+    given = {theirs: getattr(args, ours, None) for ours, theirs in names.items()}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def build_transforms(args: Any, pretrained_cfg: dict[str, Any]) -> tuple[dict[str, Any], Any, Any, str]:
     """Makes timm's transforms for images that are not held in memory.
 
@@ -974,12 +1012,12 @@ def build_transforms(args: Any, pretrained_cfg: dict[str, Any]) -> tuple[dict[st
         dict(input_size=(3, *size), **mean_std),
         pretrained_cfg={key: value for key, value in pretrained_cfg.items() if key not in ("mean", "std")},
     )
-    train_transform = create_transform(
-        **config,
-        is_training=True,
-        no_aug=augment == "none",
-        hflip=0.5 if augment == "crop-flip" else 0.0,
-    )
+    given = timm_augmentation(args)
+    settings = dict(config, hflip=0.5 if augment == "crop-flip" else 0.0, re_mode="pixel") | given
+    try:
+        train_transform = create_transform(**settings, is_training=True, no_aug=augment == "none" and not given)
+    except (AssertionError, ValueError, KeyError, IndexError) as error:  # of a policy's name or settings
+        raise RecipeError(f"--aa {args.aa!r}: timm does not take it ({one_line(error)}); try rand-m9-mstd0.5") from error
     return config, train_transform, create_transform(**config), augment
 
 

@@ -17,6 +17,7 @@ Nothing is downloaded or indexed first, and no more than a buffer of images is h
 import copy
 import tarfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,6 @@ def load_stream_data(args: Any, pretrained_cfg: dict[str, Any]) -> Data:
     Raises:
         RecipeError: The data set cannot be read, or the arguments ask for what a stream cannot give.
     """
-    import datasets
-
     name = args.dataset
     for option, value in (("--val-fraction", args.val_fraction), ("--train-limit", args.train_limit)):
         if value:
@@ -262,46 +261,87 @@ def load_stream_data(args: Any, pretrained_cfg: dict[str, Any]) -> Data:
     others = [split for split in splits if split != train_name]
     # A stream cannot be split at random, so there has to be a test split.
     test_name = pick_split(others, args.test_split, TEST_SPLITS, "--test-split", name)
-    train = splits[train_name]
-    if train.features is None:
-        raise RecipeError(f"--streaming: the columns of {name!r} are not known before it is read; leave it out")
-    image_key = find_image_key(train, args.image_key, name)
-    label_key = find_label_key(train, args.label_key, image_key, name)
-    feature = train.features[label_key]
-    names = class_names(args, feature, label_key)
+    columns = stream_columns(args, splits[train_name])
     config, train_transform, eval_transform, augment = build_transforms(args, pretrained_cfg)
-
-    def part(split_name: str, transform: Any, training: bool) -> StreamDataset:
-        stream = splits[split_name]
-        for option, key in (("--image-key", image_key), ("--label-key", label_key)):
-            if key not in (stream.features or ()):
-                raise RecipeError(f"{option} {key!r}: split {split_name!r} of {name!r} has no such column")
-        length = args.train_images or count_images(stream, split_name, label_key, name) if training else None
-        keep = [key for key in (image_key, label_key, "__key__", "__url__") if key in stream.features]
-        return StreamDataset(
-            stream.select_columns(keep).cast_column(image_key, datasets.Image(decode=False)),
-            image_key,
-            label_key,
-            names if getattr(feature, "dtype", None) == "string" else None,
-            len(names),
-            transform,
-            name,
-            split_name,
-            length,
-            training,
-            args.seed,
-            args.shuffle_buffer,
-            args.max_decode_errors,
-        )
-
     return Data(
-        train=part(train_name, train_transform, training=True),
+        train=make_stream(args, splits[train_name], train_name, columns, train_transform, training=True),
         val=None,
-        test=part(test_name, eval_transform, training=False),
-        label_names=names,
+        test=make_stream(args, splits[test_name], test_name, columns, eval_transform, training=False),
+        label_names=columns.names,
         config=config,
         in_memory=False,
         augment=augment,
+    )
+
+
+@dataclass
+class Columns:
+    """Where a stream's images and labels are.
+
+    Attributes:
+        image: The column of images.
+        label: The column of labels.
+        names: The classes' names.
+        labels_are_names: Whether the labels are names and not numbers.
+    """
+
+    image: str
+    label: str
+    names: list[str]
+    labels_are_names: bool
+
+
+def stream_columns(args: Any, stream: Any) -> Columns:
+    """Finds the columns of a split and the classes.
+
+    Raises:
+        RecipeError: They cannot be told, or are not there.
+    """
+    if stream.features is None:
+        raise RecipeError(
+            f"--streaming: the columns of {args.dataset!r} are not known before it is read; leave --streaming out"
+        )
+    image = find_image_key(stream, args.image_key, args.dataset)
+    label = find_label_key(stream, args.label_key, image, args.dataset)
+    feature = stream.features[label]
+    return Columns(image, label, class_names(args, feature, label), getattr(feature, "dtype", None) == "string")
+
+
+def make_stream(args: Any, stream: Any, split: str, columns: Columns, transform: Any, training: bool) -> StreamDataset:
+    """Makes the data set of one split.
+
+    Args:
+        args: The recipe's arguments.
+        stream: What `datasets` opened.
+        split: Its name.
+        columns: What `stream_columns` found in it, or in the training split.
+        transform: From a PIL image to a tensor.
+        training: Whether it is for training.
+
+    Raises:
+        RecipeError: The split lacks a column, or its images cannot be counted.
+    """
+    import datasets
+
+    for option, key in (("--image-key", columns.image), ("--label-key", columns.label)):
+        if key not in (stream.features or ()):
+            raise RecipeError(f"{option} {key!r}: split {split!r} of {args.dataset!r} has no such column")
+    keep = [key for key in (columns.image, columns.label, "__key__", "__url__") if key in stream.features]
+    length = (args.train_images or count_images(stream, split, columns.label, args.dataset)) if training else None
+    return StreamDataset(
+        stream.select_columns(keep).cast_column(columns.image, datasets.Image(decode=False)),
+        columns.image,
+        columns.label,
+        columns.names if columns.labels_are_names else None,
+        len(columns.names),
+        transform,
+        args.dataset,
+        split,
+        length,
+        training,
+        seed=args.seed if training else 0,
+        shuffle_buffer=args.shuffle_buffer if training else 1,
+        limit=args.max_decode_errors,
     )
 
 

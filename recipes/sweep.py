@@ -56,6 +56,7 @@ import torch
 import train
 import yaml
 from accelerate.state import AcceleratorState, GradientState
+from checkpoints import FREE
 from data import Data, ImageDecodeError, RecipeError, did_you_mean, find_source, listed, load_data, one_line
 from timm.models import get_pretrained_cfg
 
@@ -70,15 +71,25 @@ KEYS = ("dataset_name", "arguments", "methods", "tune", "final", "seeds", "basel
 POLL_SECONDS = 0.5
 
 # What the harness decides itself.
-RESERVED = ("seed", "test", "output", "overwrite", "no_progress")
+RESERVED = ("seed", "test", "config", "output", "overwrite", "resume", "no_progress")
 # What does not change a run's result, or depends on the machine.
-UNKEYED = ("dataset", "output", "overwrite", "no_progress", "workers", "eval_batch_size")
+UNKEYED = ("dataset", *FREE)
+# What is in the key of every run. All other arguments are only where they are not at their defaults, so that one which
+# train.py gets later does not change the keys of earlier runs.
+ALWAYS_KEYED = (
+    *("model", "model_kwargs", "dataset", "val_fraction", "test", "test_fraction", "split_seed", "augment", "epochs"),
+    *("batch_size", "opt", "lr", "weight_decay", "momentum", "warmup_fraction", "label_smoothing", "seed"),
+)
 # What does not change the data that a run sees. A name that is missing here only costs time.
 NO_DATA = (
     *("model", "model_kwargs", "channels_last", "epochs", "max_steps", "batch_size", "opt", "lr", "weight_decay"),
     *("momentum", "warmup_fraction", "clip_grad", "label_smoothing", "seed", "mixed_precision", "output", "test"),
+    *("drop", "drop_path", "sched", "warmup_epochs", "warmup_lr", "min_lr", "layer_decay", "grad_accum_steps"),
+    *("mixup", "cutmix", "bce_loss", "model_ema", "model_ema_decay"),
 )
 NO_SOURCE = (*NO_DATA, "img_size", "train_limit", "val_fraction", "test_fraction", "split_seed", "augment")
+# What decides a run's result beside the package.
+CODE = ("train", "data", "building", "engine", "checkpoints", "options", "records", "streaming")
 CFG_KEYS = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
 
 METRICS = (
@@ -332,7 +343,12 @@ def to_args(arguments: dict[str, Any], where: str) -> argparse.Namespace:
 
 def ledger_arguments(args: argparse.Namespace, dataset_name: str) -> dict[str, Any]:
     """Returns the arguments that matter, without options that are off: a new one does not change old runs' keys."""
-    items = {name: value for name, value in vars(args).items() if name not in UNKEYED}
+    default = train_parser().get_default
+    items = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in UNKEYED and (name in ALWAYS_KEYED or value != default(name))
+    }
     kept = {name: value for name, value in items.items() if value is not None and value is not False and value != {}}
     return {"dataset": dataset_name, **kept}
 
@@ -553,7 +569,7 @@ def revision() -> str | None:
         return None
     try:
         # The ledger itself may be under version control and does not count.
-        changed = git("status", "--porcelain", "--", "affdiv_zoo", "recipes/train.py", "recipes/data.py")
+        changed = git("status", "--porcelain", "--", "affdiv_zoo", *(f"recipes/{name}.py" for name in CODE))
         return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None

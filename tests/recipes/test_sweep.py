@@ -17,6 +17,7 @@ import yaml
 pytest.importorskip("accelerate")
 pytest.importorskip("sklearn")
 
+import engine  # noqa: E402
 import sweep as harness  # noqa: E402
 import train as recipe  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
@@ -122,13 +123,13 @@ def test_the_best_rate_by_validation_is_taken(whole: Path):
 
 def test_tuning_leaves_the_test_set_alone_and_the_final_runs_read_it_once(tmp_path: Path, monkeypatch):
     sizes = []
-    evaluate = recipe.evaluate
+    evaluate = engine.evaluate
 
-    def spy(accelerator, model, loader, channels_last):
+    def spy(accelerator, model, loader, *rest):
         sizes.append(len(loader.dataset))
-        return evaluate(accelerator, model, loader, channels_last)
+        return evaluate(accelerator, model, loader, *rest)
 
-    monkeypatch.setattr(recipe, "evaluate", spy)
+    monkeypatch.setattr(engine, "evaluate", spy)
     path = write(tmp_path, tiny(methods={"plain": {"model": "mlp_cifar"}}))
     assert run(path) == 0
     val_images = lines(path)[0]["metrics"]["val_images"]

@@ -20,7 +20,9 @@ datasets = pytest.importorskip("datasets")
 pytest.importorskip("sklearn")
 
 import data as recipe_data  # noqa: E402
+import engine  # noqa: E402
 import huggingface_hub  # noqa: E402
+import options  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 import train as recipe  # noqa: E402
@@ -31,7 +33,7 @@ from timm.data import create_transform  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "recipes" / "train.py"
-RUN_FILES = {"config.json", "log.csv", "model.safetensors", "results.json"}
+RUN_FILES = {"args.yaml", "best", "config.json", "log.csv", "model.safetensors", "plot.png", "results.json"}
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 
@@ -296,13 +298,13 @@ def test_augmentation_does_not_depend_on_workers(tmp_path: Path):
 
 def test_validation_keeps_the_test_set_for_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sizes = []
-    evaluate = recipe.evaluate
+    evaluate = engine.evaluate
 
-    def spy(accelerator, model, loader, channels_last):
+    def spy(accelerator, model, loader, *rest):
         sizes.append(len(loader.dataset))
-        return evaluate(accelerator, model, loader, channels_last)
+        return evaluate(accelerator, model, loader, *rest)
 
-    monkeypatch.setattr(recipe, "evaluate", spy)
+    monkeypatch.setattr(engine, "evaluate", spy)
     results = train(tmp_path / "run", "--val-fraction", 0.1, "--epochs", 2, "--train-limit", 128)
     val_images = results["val_images"]
     assert sizes == [val_images, val_images, 359]
@@ -340,13 +342,13 @@ def test_training_options_reach_the_training(tmp_path: Path):
 def test_training_images_are_shuffled_and_whole_batches_used():
     args = recipe.parse_args(["--batch-size", "100"])
     data = recipe_data.load_data(args, {})
-    loader = recipe.build_loaders(args, data, processes=1)[0]
+    loader = engine.build_loaders(args, data, processes=1)[0]
     order = torch.cat([labels for _, labels in loader])
     assert len(order) == 1400
     assert not torch.equal(order, data.train.labels[:1400])
     # A training set below one batch is used all the same.
     args = recipe.parse_args(["--batch-size", "100", "--train-limit", "60"])
-    loader = recipe.build_loaders(args, recipe_data.load_data(args, {}), processes=1)[0]
+    loader = engine.build_loaders(args, recipe_data.load_data(args, {}), processes=1)[0]
     assert [len(labels) for _, labels in loader] == [60]
 
 
@@ -381,7 +383,7 @@ def test_model_keywords_and_input_size_come_back_with_the_run(tmp_path: Path):
     [("a=1", 1), ("a=1.5", 1.5), ("a=1e-3", 1e-3), ("a=true", True), ("a=False", False), ("a=x=y", "x=y"), ("a=", "")],
 )
 def test_model_keywords_are_typed(text: str, expected: object):
-    key, value = recipe.model_kwarg(text)
+    key, value = options.model_kwarg(text)
     assert key == "a"
     assert value == expected and type(value) is type(expected)
 
@@ -563,6 +565,11 @@ def test_divergence_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert not list((tmp_path / "runs").iterdir())
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Reads all files in and below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 QUICK = ("--model", "resnet20_cifar", "--max-steps", 1, "--train-limit", 32)
 
 
@@ -570,11 +577,11 @@ def test_output_folder_is_replaced_only_on_request(tmp_path: Path, capsys: pytes
     output = tmp_path / "run"
     output.mkdir()  # an empty one is in nobody's way
     train(output, *QUICK)
-    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    before = contents(output)
     capsys.readouterr()
     message = error_of([*QUICK, "--output", output], capsys)
     assert "--output" in message and "--overwrite" in message
-    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    assert contents(output) == before
     (output / "stale.txt").write_text("of the earlier run")
     train(output, *QUICK, "--seed", 1, "--overwrite")
     assert {path.name for path in output.iterdir()} == RUN_FILES
@@ -593,21 +600,16 @@ def test_overwrite_spares_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_leaves_the_earlier_run_as_it_was(number: int, tmp_path: Path, monkeypatch, capsys):
+def test_signal_before_training_leaves_the_earlier_run_as_it_was(number: int, tmp_path: Path, monkeypatch, capsys):
     output = tmp_path / "run"
     train(output, *QUICK)
-    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    before = contents(output)
     capsys.readouterr()
-
-    def stop(*_):
-        assert len([path for path in tmp_path.iterdir() if path.name.startswith(".run.part")]) == 1
-        signal.raise_signal(number)
-
-    monkeypatch.setattr(recipe, "evaluate", stop)
+    monkeypatch.setattr(recipe, "load_data", lambda *_: signal.raise_signal(number))
     assert recipe.main([*map(str, QUICK), "--output", str(output), "--overwrite", "--no-progress"]) == 128 + number
     stderr = capsys.readouterr().err
-    assert "interrupted" in stderr and stderr.count("\n") == 1
-    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    assert "interrupted; nothing was written" in stderr and stderr.count("\n") == 1
+    assert contents(output) == before
     assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["run"]
 
 
@@ -615,7 +617,7 @@ def test_a_bug_keeps_its_traceback_and_leaves_nothing(tmp_path: Path, monkeypatc
     def fail(*_):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(recipe, "save_model", fail)
+    monkeypatch.setattr(engine, "evaluate", fail)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         recipe.main([*map(str, QUICK), "--output", str(tmp_path / "runs" / "run"), "--no-progress"])
     assert not list((tmp_path / "runs").iterdir())

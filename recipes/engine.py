@@ -1,0 +1,656 @@
+"""The training loop: one class that goes from update to update, and can begin at any of them.
+
+Everything random in an update (dropout, stochastic depth, Mixup) is drawn after seeding with (seed, epoch, batch,
+process), the images' order and augmentation follow from (seed, epoch, index), and the rate from the number of updates.
+So a position, the weights and the optimizer's state are all that a resumed run needs to repeat what would have been.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import skip_first_batches
+from accelerate.utils import DistributedType, gather_object
+from building import build_criterion, build_mixup, build_optimizer, build_scheduler, save_model
+from checkpoints import RunFolder, load_checkpoint, save_checkpoint
+from data import UNREADABLE, Data, RecipeError, check_skipped, cpu_workers, sample_bits
+from options import plain
+from records import write_log
+from streaming import train_loader as stream_loader
+from timm.utils import ModelEmaV3, distribute_bn
+from timm.utils.agc import adaptive_clip_grad
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
+
+# images, logits, labels (class numbers, or shares of the classes under Mixup) -> the mean loss
+Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class DivergedError(RecipeError):
+    """A loss that is no longer finite.
+
+    Attributes:
+        epoch: The epoch in which that was seen, from 1.
+        rows: The log of the epochs before it.
+    """
+
+    def __init__(self, lr: float, epoch: int, rows: list[dict[str, Any]], where: str = ""):
+        super().__init__(
+            f"--lr {lr}: the loss is no longer finite in epoch {epoch}{where}; lower --lr or set --clip-grad 1"
+        )
+        self.epoch = epoch
+        self.rows = rows
+
+
+class Stopped(Exception):
+    """A signal to stop, which came after the run had been saved.
+
+    Attributes:
+        number: The signal.
+        updates: The number of updates so far.
+    """
+
+    def __init__(self, number: int, updates: int):
+        super().__init__(number, updates)
+        self.number = number
+        self.updates = updates
+
+
+class StopSignal:
+    """A handler of signals to stop: at once while nothing can be saved, else between two updates.
+
+    Further signals change nothing: launchers pass on a signal that the whole process group has got already.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._can_wait = False
+
+    def __call__(self, number: int, frame: Any = None) -> None:
+        if not self._can_wait:
+            raise KeyboardInterrupt(number)
+        self.number = self.number or number
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Lets signals wait in this block."""
+        self._can_wait = True
+        try:
+            yield
+        finally:
+            self._can_wait = False
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator["StopSignal"]:
+        """Handles SIGTERM and SIGINT in this block."""
+        previous = {number: signal.signal(number, self) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Data
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def leave_signals_to_parent(_: int) -> None:
+    """Has a loader worker ignore signals to stop: the main process still needs its images."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def build_loaders(
+    args: argparse.Namespace, data: Data, processes: int
+) -> tuple[DataLoader, DataLoader | None, DataLoader | None]:
+    """Makes the loaders for training, for evaluation after each epoch and for the test set, where they are needed."""
+    workers = args.workers if args.workers is not None else 0 if data.in_memory else cpu_workers()
+    common = dict(num_workers=workers, collate_fn=data.collate_fn, worker_init_fn=leave_signals_to_parent)
+    if isinstance(data.train, IterableDataset):
+        train = stream_loader(data.train, args.batch_size, workers)
+    else:
+        train = DataLoader(
+            data.train,
+            batch_size=args.batch_size,
+            shuffle=True,
+            # A small last batch makes a noisy update, and BatchNorm fails on a batch of one.
+            drop_last=len(data.train) >= args.batch_size * processes,
+            **common,
+        )
+    test = DataLoader(data.test, batch_size=args.eval_batch_size, **common) if args.test != "never" else None
+    if data.val is not None:
+        return train, DataLoader(data.val, batch_size=args.eval_batch_size, **common), test
+    return train, test if args.test == "auto" else None, test
+
+
+def in_memory_format(images: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    """Returns images in the memory order the model has."""
+    return images.to(memory_format=torch.channels_last) if channels_last else images
+
+
+def seed_batch(seed: int, epoch: int, batch: int, process: int, processes: int) -> None:
+    """Seeds what the model and Mixup draw from, as a pure function of the batch's place."""
+    bits = int(sample_bits(seed, epoch, [batch * processes + process])[0])
+    random.seed(bits)
+    np.random.seed(bits % 2**32)
+    torch.manual_seed(bits % 2**63)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Evaluation
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    loader: DataLoader,
+    channels_last: bool,
+    after_batch: Callable[[int], None] | None = None,
+) -> tuple[float, float, int]:
+    """Returns the mean cross-entropy, the share of right answers and the number of images, every image once.
+
+    Args:
+        accelerator: What has prepared the loader.
+        model: The model, prepared or not; it is left in eval mode.
+        loader: The images.
+        channels_last: Whether the model has that memory order.
+        after_batch: Called with the number of each batch, from 0.
+    """
+    model.eval()
+    losses, hits = [], []
+    for number, (images, labels) in enumerate(loader):
+        with accelerator.autocast():
+            logits = model(in_memory_format(images, channels_last))
+        logits = logits.float()
+        loss = nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=UNREADABLE)
+        loss, hit, labels = accelerator.gather_for_metrics((loss, logits.argmax(1) == labels, labels))
+        losses.append(loss[labels != UNREADABLE])
+        hits.append(hit[labels != UNREADABLE])
+        if after_batch is not None:
+            after_batch(number)
+    loss, hit = torch.cat(losses).double(), torch.cat(hits)
+    return loss.mean().item(), hit.double().mean().item(), len(hit)
+
+
+def find_nonfinite(model: nn.Module, images: torch.Tensor) -> str:
+    """Runs a model once more and tells which layer's output is the first that is not finite.
+
+    Args:
+        model: The model without wrappers, in the mode and with the seeds of the run that failed.
+        images: The batch.
+
+    Returns:
+        Words for a message.
+    """
+    if not is_finite(images):
+        return "the images themselves are not finite"
+    names = {module: name for name, module in model.named_modules()}
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module, _: Any, output: Any) -> None:
+        # A layer's hook runs before that of what contains it: the first is the innermost.
+        if not found and not is_finite(output):
+            found.append(module)
+
+    handles = [module.register_forward_hook(look) for module in names]
+    try:
+        with torch.no_grad():
+            model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not found:
+        return "the output of every layer is finite, and only the loss is not"
+    kind, name = type(found[0]).__name__, names[found[0]]
+    which = f"of layer {name!r} ({kind})" if name else f"of the model itself ({kind})"
+    broken = "" if all(map(is_finite, found[0].parameters())) else ", whose weights are not finite"
+    return f"the first output that is not finite is that {which}{broken}"
+
+
+def is_finite(value: Any) -> bool:
+    """Returns whether all numbers in a tensor, or in a nest of tensors, are finite."""
+    if isinstance(value, torch.Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    if isinstance(value, dict):
+        value = list(value.values())
+    return not isinstance(value, list | tuple) or all(map(is_finite, value))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Training
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Position:
+    """How far a run is: what its checkpoint holds besides tensors.
+
+    Attributes:
+        epoch: The epoch, from 0; its evaluation belongs to it.
+        batch: The batches of it that are done.
+        updates: The updates so far.
+        sums: Loss, right answers and images of the epoch so far, over all processes.
+        rows: The log of the epochs before it.
+        best: The best value of `--eval-metric`, negated if it is a loss.
+        waited: The evaluations since then.
+        lr: The rate of the last update.
+        seconds: What the run took so far.
+        epoch_seconds: What the epoch took so far.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    updates: int = 0
+    sums: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0, 0.0])
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    best: float | None = None
+    waited: int = 0
+    lr: float = 0.0
+    seconds: float = 0.0
+    epoch_seconds: float = 0.0
+
+
+class Trainer:
+    """Trains a model.
+
+    Args:
+        args: The recipe's arguments.
+        accelerator: What runs it.
+        model: The model, on the CPU. It is trained in place.
+        data: The data sets.
+        run: Where to write; None to write nothing.
+        stop: The handler of signals to stop.
+        make_objective: Makes the objective of the accelerator and of the loss that the arguments ask for; without it,
+            the objective is that loss.
+
+    Raises:
+        RecipeError: An argument that does not fit.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        accelerator: Accelerator,
+        model: nn.Module,
+        data: Data,
+        run: RunFolder | None = None,
+        stop: StopSignal | None = None,
+        make_objective: Callable[[Accelerator, nn.Module], Objective] | None = None,
+    ):
+        self.args, self.accelerator, self.data, self.run = args, accelerator, data, run
+        self.stop = stop or StopSignal()
+        self.position = Position()
+        self.mixup = build_mixup(args, len(data.label_names))
+        if self.mixup is not None and len(data.train) < args.batch_size * accelerator.num_processes:
+            raise RecipeError(f"--batch-size {args.batch_size}: --mixup needs one whole batch of training images")
+        criterion = build_criterion(args)
+        self.objective = (
+            make_objective(accelerator, criterion)
+            if make_objective is not None
+            else lambda images, logits, labels: criterion(logits, labels)
+        )
+        if args.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        self.ema = self._build_ema(model)
+        optimizer = build_optimizer(args, model)
+        loaders = build_loaders(args, data, accelerator.num_processes)
+        self.test_is_eval = loaders[1] is loaders[2]
+        self.model, self.optimizer, self.train_loader = accelerator.prepare(model, optimizer, loaders[0])
+        self.eval_loader = loaders[1] and accelerator.prepare(loaders[1])
+        self.test_loader = self.eval_loader if self.test_is_eval else loaders[2] and accelerator.prepare(loaders[2])
+        self.eval_name = "test" if self.test_is_eval else "val"
+
+        self.updates_per_epoch = math.ceil(len(self.train_loader) / args.grad_accum_steps)
+        self.total = self.updates_per_epoch * args.epochs
+        if args.max_steps is not None:
+            self.total = min(self.total, args.max_steps)
+        self.epochs = math.ceil(self.total / self.updates_per_epoch)
+        self.scheduler = build_scheduler(args, self.optimizer, self.total, self.updates_per_epoch)
+        eval_columns = () if self.eval_loader is None else (f"{self.eval_name}_loss", f"{self.eval_name}_top1")
+        self.columns = ("epoch", "train_loss", "train_top1", *eval_columns, "lr", "seconds")
+        self.started = self.epoch_started = 0.0
+        self.eval_result: tuple[float, float, int] | None = None
+        self.stopping = False
+
+    def _build_ema(self, model: nn.Module) -> ModelEmaV3 | None:
+        args, accelerator = self.args, self.accelerator
+        if not args.model_ema:
+            return None
+        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            raise RecipeError(f"--model-ema does not work with {accelerator.distributed_type.value}; leave it off")
+        # Before `prepare`, which would have it copy the wrappers.
+        model.to(accelerator.device)
+        return ModelEmaV3(model, decay=args.model_ema_decay, use_warmup=args.model_ema_warmup)
+
+    # What a checkpoint is made of -----------------------------------------------------------------------------------
+
+    def save(self, identity: dict[str, Any] | None = None) -> None:
+        """Saves a checkpoint of the moment between two updates that the run is in."""
+        if self.run is None:
+            return
+        now = time.perf_counter()
+        position = dataclasses.replace(
+            self.position,
+            sums=self.total_sums(),
+            seconds=self.position.seconds + now - self.started,
+            epoch_seconds=self.position.epoch_seconds + now - self.epoch_started,
+        )
+        state = dict(dataclasses.asdict(position), identity=identity or self.identity())
+        ema = self.ema and self.ema.module
+        save_checkpoint(self.accelerator, self.run, state, ema, self.args.checkpoint_hist)
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what has to be the same when the run is resumed."""
+        return run_identity(self.args, self.data, self.accelerator.num_processes)
+
+    def resume(self, folder: Path, state: dict[str, Any]) -> None:
+        """Goes to a checkpoint's position.
+
+        Args:
+            folder: The checkpoint's folder, which `find_checkpoint` has checked.
+            state: What that has read.
+        """
+        load_checkpoint(self.accelerator, folder, self.ema and self.ema.module)
+        self.accelerator.step = 0  # of gradient accumulation: checkpoints lie between updates
+        names = {field.name for field in dataclasses.fields(Position)}
+        self.position = Position(**{name: value for name, value in state.items() if name in names})
+        if not self.accelerator.is_main_process:
+            self.position.sums = [0.0, 0.0, 0.0]
+        self.scheduler.step_update(self.position.updates)
+
+    def total_sums(self) -> list[float]:
+        """Returns loss, right answers and images of the epoch so far, over all processes."""
+        return self.accelerator.reduce(self.sums, "sum").tolist()
+
+    # The loop ---------------------------------------------------------------------------------------------------------
+
+    def train(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Trains from the position to the end, evaluates, and writes the log and the weights.
+
+        Returns:
+            The metrics, and the log: one row per epoch.
+
+        Raises:
+            DivergedError: A loss is no longer finite.
+            Stopped: A signal came. The run is saved.
+            RecipeError: A checkpoint or the run cannot be written.
+        """
+        args, position = self.args, self.position
+        self.started = self.epoch_started = time.perf_counter()
+        # Summed on the device, where the images are.
+        kind = torch.float64 if self.accelerator.device.type == "cpu" else torch.float32
+        self.sums = torch.tensor(position.sums, dtype=kind, device=self.accelerator.device)
+        self.progress = tqdm(
+            total=self.total,
+            initial=position.updates,
+            desc=args.model,
+            unit="step",
+            disable=args.no_progress or not self.accelerator.is_main_process,
+        )
+        wait = self.stop.waiting() if self.run is not None else contextlib.nullcontext()
+        with self.progress, wait:
+            while position.epoch < self.epochs and not self.out_of_patience():
+                self.train_epoch()
+                self.end_epoch()
+                last = position.epoch == self.epochs or self.out_of_patience()
+                if last or position.epoch % args.checkpoint_interval == 0 or self.stopping:
+                    self.save()
+                self.raise_if_stopping()
+            metrics = self.metrics()
+            self.export(None)
+        return metrics, position.rows
+
+    def out_of_patience(self) -> bool:
+        """Returns whether the best evaluation is too long ago."""
+        return self.args.patience is not None and self.position.waited >= self.args.patience
+
+    def train_epoch(self) -> None:
+        """Does the updates of an epoch that are left."""
+        args, accelerator, position = self.args, self.accelerator, self.position
+        batches = len(self.train_loader)
+        if position.batch == batches or position.updates == self.total:
+            return  # it was saved before its evaluation
+        self.model.train()
+        # The order of the images and their augmentation. The loader tells the data set only in some of its forms.
+        self.train_loader.set_epoch(position.epoch)
+        if hasattr(self.data.train, "set_epoch"):
+            self.data.train.set_epoch(position.epoch)
+        loader = skip_first_batches(self.train_loader, position.batch) if position.batch else self.train_loader
+        if self.mixup is not None:
+            self.mixup.mixup_enabled = not args.mixup_off_epoch or position.epoch < args.mixup_off_epoch
+        for batch, (images, labels) in enumerate(loader, position.batch):
+            first = batch - batch % args.grad_accum_steps
+            self.train_batch(batch, images, labels, min(args.grad_accum_steps, batches - first))
+            if not accelerator.sync_gradients:
+                continue
+            position.batch = batch + 1
+            if args.checkpoint_steps is not None and position.updates % args.checkpoint_steps == 0:
+                self.save()
+            if self.stopping:
+                self.save()
+            self.raise_if_stopping()
+            if position.updates == self.total:
+                break
+
+    def train_batch(self, batch: int, images: torch.Tensor, labels: torch.Tensor, group: int) -> None:
+        """Goes forward and backward once, and makes an update if the batch is the last of its group.
+
+        Args:
+            batch: The batch's number in the epoch.
+            images: The images.
+            labels: Their classes.
+            group: How many batches make the update.
+        """
+        args, accelerator, position = self.args, self.accelerator, self.position
+        place = args.seed, position.epoch, batch, accelerator.process_index, accelerator.num_processes
+        seed_batch(*place)
+        if self.mixup is not None:
+            images, labels = self.mixup(images, labels)
+        images = in_memory_format(images, args.channels_last)
+        with accelerator.accumulate(self.model):
+            logits = self.model(images)
+            loss = self.objective(images, logits, labels)
+            if (batch + 1) % args.check_interval == 0 or batch + 1 == len(self.train_loader):
+                self.check(loss, images, batch)
+            # accelerate divides by the usual number, which the last group of an epoch may not reach.
+            short = args.grad_accum_steps / group
+            accelerator.backward(loss if short == 1 else loss * short)
+            if accelerator.sync_gradients and args.clip_grad is not None:
+                self.clip_gradients()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        with torch.no_grad():
+            classes = labels if labels.ndim == 1 else labels.argmax(1)  # under Mixup, the larger share's
+            hits = (logits.argmax(1) == classes).sum()
+            self.sums += torch.stack([loss.detach() * len(labels), hits, torch.full_like(hits, len(labels))])
+        if accelerator.sync_gradients:
+            position.updates += 1
+            position.lr = max(group["lr"] for group in self.optimizer.param_groups)
+            self.scheduler.step_update(position.updates)
+            if self.ema is not None:
+                self.ema.update(accelerator.unwrap_model(self.model, keep_torch_compile=False), position.updates)
+            if args.tracker and position.updates % args.log_interval == 0:
+                accelerator.log({"train/loss": loss.item(), "lr": position.lr}, step=position.updates)
+            self.progress.update()
+
+    def clip_gradients(self) -> None:
+        """Bounds the gradient as `--clip-mode` says."""
+        args, accelerator = self.args, self.accelerator
+        if args.clip_mode == "norm":
+            accelerator.clip_grad_norm_(self.model.parameters(), args.clip_grad)
+        elif args.clip_mode == "value":
+            accelerator.clip_grad_value_(self.model.parameters(), args.clip_grad)
+        else:
+            accelerator.unscale_gradients()
+            # The head is left out, as in the paper of the method (Brock et al. 2021) and in timm.
+            head = set(
+                map(id, accelerator.unwrap_model(self.model, keep_torch_compile=False).get_classifier().parameters())
+            )
+            parameters = [p for p in self.model.parameters() if id(p) not in head and p.grad is not None]
+            adaptive_clip_grad(parameters, args.clip_grad)
+
+    def check(self, loss: torch.Tensor | None, images: torch.Tensor | None = None, batch: int = 0) -> None:
+        """Learns of any process's signal to stop, and raises a DivergedError if any loss is not finite."""
+        accelerator, position = self.accelerator, self.position
+        flags = [float(loss is not None and not math.isfinite(loss.item())), float(self.stop.number is not None)]
+        if accelerator.num_processes > 1:
+            flags = accelerator.reduce(torch.tensor(flags, device=accelerator.device), "sum").tolist()
+        self.stopping = self.stopping or flags[1] > 0
+        if not flags[0]:
+            return
+        place = self.args.seed, position.epoch, batch, accelerator.process_index, accelerator.num_processes
+        seed_batch(*place)
+        with accelerator.autocast():
+            own = find_nonfinite(accelerator.unwrap_model(self.model, keep_torch_compile=False), images)
+        where = [words for bad, words in gather_object([(not math.isfinite(loss.item()), own)]) if bad][0]
+        rate = max(group["lr"] for group in self.optimizer.param_groups)
+        raise DivergedError(
+            self.args.lr,
+            position.epoch + 1,
+            position.rows,
+            f", in update {position.updates + 1} of {self.total} at a rate of {rate:.3g}: {where}",
+        )
+
+    def raise_if_stopping(self) -> None:
+        """Raises Stopped if any process got a signal that `check` has seen."""
+        if self.stopping:
+            if self.run is None:
+                raise KeyboardInterrupt(self.stop.number or signal.SIGTERM)
+            raise Stopped(self.stop.number or signal.SIGTERM, self.position.updates)
+
+    def evaluate(self, loader: DataLoader) -> tuple[float, float, int]:
+        """Evaluates what is to be saved: the averaged weights if there are some. A signal to stop saves the run."""
+
+        def after_batch(number: int) -> None:
+            if (number + 1) % self.args.check_interval == 0:
+                self.check(None)
+                if self.stopping:
+                    self.save()
+                    self.raise_if_stopping()
+
+        model = self.model if self.ema is None else self.ema.module
+        if self.run is None:
+            result = evaluate(self.accelerator, model, loader, self.args.channels_last)
+        else:
+            result = evaluate(self.accelerator, model, loader, self.args.channels_last, after_batch)
+        check_skipped(self.accelerator, loader.dataset, "evaluation")
+        if not math.isfinite(result[0]):  # of the last update, which no training loss shows
+            raise DivergedError(self.args.lr, min(self.position.epoch + 1, self.epochs), self.position.rows)
+        return result
+
+    def end_epoch(self) -> None:
+        """Evaluates, keeps the best weights, and goes to the beginning of the next epoch."""
+        args, accelerator, position = self.args, self.accelerator, self.position
+        check_skipped(accelerator, self.data.train, "training")
+        loss_sum, hit_sum, image_sum = self.total_sums()
+        if not math.isfinite(loss_sum):
+            raise DivergedError(args.lr, position.epoch + 1, position.rows)
+        row = dict.fromkeys(self.columns)
+        row.update(epoch=position.epoch + 1, train_loss=loss_sum / image_sum, train_top1=hit_sum / image_sum)
+        row["lr"] = position.lr
+        shown = {"loss": f"{row['train_loss']:.3f}"}
+        if accelerator.num_processes > 1:
+            # BatchNorm's running statistics differ between processes. DDP goes on with the main process's.
+            for module in (accelerator.unwrap_model(self.model), *((self.ema.module,) if self.ema else ())):
+                distribute_bn(module, accelerator.num_processes, reduce=False)
+        last = position.epoch + 1 == self.epochs
+        improved = False
+        if self.eval_loader is not None and (last or (position.epoch + 1) % args.val_interval == 0):
+            loss, top1, images = self.evaluate(self.eval_loader)
+            row.update({f"{self.eval_name}_loss": loss, f"{self.eval_name}_top1": top1})
+            self.eval_result = loss, top1, images
+            shown[self.eval_name] = f"{top1:.2%}"
+            value = top1 if args.eval_metric == "top1" else -loss
+            improved = position.best is None or value > position.best
+            position.best = value if improved else position.best
+            position.waited = 0 if improved else position.waited + 1
+        now = time.perf_counter()
+        row["seconds"] = position.epoch_seconds + now - self.epoch_started
+        position.rows.append(row)
+        position.epoch, position.batch, position.sums, position.epoch_seconds = position.epoch + 1, 0, [0.0] * 3, 0.0
+        self.sums, self.epoch_started = torch.zeros_like(self.sums), now
+        self.progress.set_postfix(shown)
+        if self.run is not None and accelerator.is_main_process:
+            write_log(self.run.work / "log.csv", self.columns, position.rows)
+        if improved:
+            self.export("best")
+        if args.tracker:
+            values = {name.replace("_", "/", 1): value for name, value in row.items() if value is not None}
+            accelerator.log({name: value for name, value in values.items() if name != "lr"}, step=position.updates)
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, Any]:
+        """Evaluates on the test set if that is still to be done, and returns the run's metrics."""
+        data, rows, position = self.data, self.position.rows, self.position
+        metrics: dict[str, Any] = {}
+        if data.val is not None:
+            metrics.update(val_top1=rows[-1]["val_top1"], val_loss=rows[-1]["val_loss"])
+        if self.test_loader is not None:
+            if self.test_is_eval and self.eval_result is not None:
+                loss, top1, images = self.eval_result
+            else:
+                loss, top1, images = self.evaluate(self.test_loader)
+            metrics.update(test_top1=top1, test_loss=loss, test_images=images)
+        if self.eval_loader is not None:
+            name, sign = f"{self.eval_name}_{self.args.eval_metric}", 1 if self.args.eval_metric == "top1" else -1
+            best = max((row for row in rows if row[name] is not None), key=lambda row: sign * row[name])
+            metrics[f"best_{self.eval_name}_top1"] = best[f"{self.eval_name}_top1"]
+            metrics[f"best_{self.eval_name}_epoch"] = best["epoch"]
+        metrics.update(
+            train_top1=rows[-1]["train_top1"],
+            train_loss=rows[-1]["train_loss"],
+            train_images=len(data.train),
+            val_images=0 if data.val is None else len(data.val),
+            epochs=position.epoch,
+            updates=position.updates,
+            seconds=position.seconds + time.perf_counter() - self.started,
+        )
+        return metrics
+
+    def export(self, name: str | None) -> None:
+        """Writes weights and config.json into the run folder, or into a folder in it. All processes call it."""
+        if self.run is None:
+            return
+        accelerator = self.accelerator
+        state = accelerator.get_state_dict(self.model) if self.ema is None else self.ema.module.state_dict()
+        if not accelerator.is_main_process:
+            return
+        model = accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        try:
+            if name is None:
+                save_model(self.run.work, model, self.args, self.data, state)
+                return
+            part, final = self.run.work / f".{name}.part", self.run.work / name
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            save_model(part, model, self.args, self.data, state)
+            shutil.rmtree(final, ignore_errors=True)
+            part.rename(final)
+        except OSError as error:
+            raise RecipeError(
+                f"--output {str(self.run)!r} cannot be written ({error.strerror}); make room there"
+            ) from error
+
+
+def run_identity(args: argparse.Namespace, data: Data, processes: int) -> dict[str, Any]:
+    """Returns what has to be the same when a run is resumed: its arguments, processes and data."""
+    return dict(
+        plain(vars(args)), num_processes=processes, train_images=len(data.train), classes=list(data.label_names)
+    )
