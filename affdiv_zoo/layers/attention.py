@@ -178,7 +178,7 @@ class CorrectedAttention(Attention):
         between = (self.qkv, self.q_norm, self.k_norm)
         hooked = any(
             m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in between
-        )
+        ) or any("forward" in m.__dict__ for m in between)  # accelerate's hooks, which bring offloaded weights
         return (
             self.attention in ("projection", "separable")
             and type(self.qkv) in (CorrectedLinear, _QKV)
