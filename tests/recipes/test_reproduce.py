@@ -92,8 +92,8 @@ def test_plots(tmp_path):
     report.plots({cell: row for cell, row in world().items() if cell.width < 256 and cell.depth < 12}, tmp_path)
     assert len(list(tmp_path.iterdir())) == 5
     for path in tmp_path.iterdir():
-        pixels = image.imread(path)[..., :3]
-        assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50, path.name
+        colours = (255 * image.imread(path)[..., :3]).astype(int) @ (65536, 256, 1)
+        assert len(np.unique(colours)) > 50, path.name
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def test_outcomes(low, high, outcomes):
     ),
 )
 def test_verdicts(outcomes, verdict):
-    assert report.verdict([Part("", None, outcome) for outcome in outcomes]) == verdict
+    assert report.verdict([Part("", None, "", outcome) for outcome in outcomes]) == verdict
 
 
 def verdicts(results):
