@@ -11,7 +11,12 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
+import timm
+import torch
 from PIL import Image
+from timm.models._hub import save_for_hf
+
+import affdiv_zoo  # noqa: F401  registers the models
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("dark", "light")
@@ -67,3 +72,22 @@ def run_script(command: list[str], cwd: Path, **env: str) -> subprocess.Complete
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", **env)
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def save_random_model(folder: Path, classes: list, in_chans: int = 3, side: int = 16, name: str = "resnet20_cifar"):
+    """Writes a model with random weights as a recipe writes trained ones, and returns its folder.
+
+    Args:
+        folder: Where to.
+        classes: The classes' names; None for classes without names.
+        in_chans: Channels.
+        side: Height and width of its images.
+        name: The timm model.
+    """
+    torch.manual_seed(7)
+    model = timm.create_model(name, num_classes=len(classes), in_chans=in_chans)
+    cfg = dict(input_size=(in_chans, side, side), num_classes=len(classes), pool_size=None)
+    cfg |= dict(mean=(0.5,) * in_chans, std=(0.25,) * in_chans, crop_pct=1.0, interpolation="bilinear")
+    cfg |= dict(label_names=tuple(classes)) if None not in classes else {}
+    save_for_hf(model, folder, model_config=dict(pretrained_cfg=cfg), safe_serialization=True)
+    return folder
