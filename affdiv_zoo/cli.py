@@ -88,6 +88,103 @@ def convert(
 
 
 @app.command()
+def push(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that a run, convert or a library saved.")],
+    repo: Annotated[str, typer.Option(help="user/name on the Hub; made if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it private, and refuse a public one.")] = False,
+    revision: Annotated[str | None, typer.Option(help="The branch, made if it does not exist; main without.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
+    message: Annotated[str, typer.Option(help="The commit's title.")] = "Add model",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, and send nothing.")] = False,
+) -> None:
+    """Publish a model on the Hub in one commit: weights, configuration, preprocessing and card."""
+    from affdiv_zoo import hub
+
+    try:
+        report = hub.push(
+            directory,
+            repo,
+            commit_message=message,
+            revision=revision,
+            private=private,
+            create_pr=create_pr,
+            dry_run=dry_run,
+        )
+    except (hub.FolderError, hub.HubError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(report)
+
+
+@app.command()
+def pull(
+    repo: Annotated[str, typer.Argument(help="user/name on the Hub.")],
+    directory: Annotated[Path | None, typer.Argument(metavar="[DIR]", help="Copy it here, too.")] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, tag or commit; main without.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace files of a folder that is not empty.")
+    ] = False,
+) -> None:
+    """Download a model into the Hub's cache, check its hashes and shapes, and print where it is."""
+    from affdiv_zoo import hub
+
+    try:
+        path = hub.pull(repo, directory, revision=revision, overwrite=overwrite)
+    except (FileExistsError, hub.FolderError, hub.HubError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(path)
+
+
+@app.command()
+def card(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")],
+    write: Annotated[bool, typer.Option("--write", help="Into DIR/README.md instead of printing it.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --write: replace the card there.")] = False,
+) -> None:
+    """Generate a model's card from the records in its folder."""
+    from affdiv_zoo.hub.cards import record_of, render_card
+
+    try:
+        text = render_card(record_of(directory))
+        path = directory / "README.md"
+        if write and path.exists() and not overwrite:
+            raise FileExistsError(f"{path} exists: add --overwrite, or edit it by hand")
+    except (KeyError, OSError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if not write:
+        typer.echo(text)
+        return
+    from affdiv_zoo.hf.folder import write_text
+
+    write_text(path, text)
+    typer.echo(f"written to {path}")
+
+
+@app.command()
+def publish(
+    namespace: Annotated[str, typer.Option(help="A user or an organisation on the Hub.")],
+    pattern: Annotated[str, typer.Argument(help="A wildcard for names of weights.")] = "*",
+    private: Annotated[bool, typer.Option("--private", help="As in push.")] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="The file that notes what is where; the package's without.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, and send nothing.")] = False,
+) -> None:
+    """Publish all released weights, each in its own repository; called again, do only what is left."""
+    from affdiv_zoo import hub
+
+    options = {} if record is None else {"record": record}
+    try:
+        for name, report in hub.publish(namespace, pattern, private=private, dry_run=dry_run, **options):
+            typer.echo(f"{name}\n{report}")
+    except (hub.FolderError, hub.HubError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     typer.echo(affdiv_zoo.__version__)
