@@ -88,6 +88,64 @@ def convert(
 
 
 @app.command()
+def diagnose(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="timm models, to be compared side by side.")],
+    out: Annotated[Path, typer.Option(help="The folder to write: report.html, report.png and report.json.")],
+    dataset: Annotated[str, typer.Option(help="digits: scikit-learn's, scaled up.")] = "digits",
+    images: Annotated[Path | None, typer.Option(help="A folder of class folders, instead of the digits.")] = None,
+    batch_size: Annotated[int, typer.Option(min=2, help="Images of the step that is diagnosed.")] = 32,
+    image_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Side of the images; without, the model's, or 64 for digits if it takes any."),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Updates before the diagnosis; without, 10 for random weights: some branches are zero."
+        ),
+    ] = None,
+    pretrained: Annotated[bool, typer.Option("--pretrained", help="Start from timm's weights.")] = False,
+    eval_mode: Annotated[bool, typer.Option("--eval", help="In evaluation mode instead of training mode.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Check against real steps; several times slower.")] = False,
+    model_kwargs: Annotated[
+        list[str] | None, typer.Option(help="key=value for timm.create_model; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the choice of images.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the files of a folder that is not empty.")
+    ] = False,
+) -> None:
+    """Measure how a training step moves every layer's outputs, against how it should, and draw it."""
+    from affdiv_zoo.diagnostics.command import diagnose_to_directory
+
+    try:
+        reports = diagnose_to_directory(
+            names,
+            out,
+            dataset=dataset,
+            images=images,
+            batch_size=batch_size,
+            image_size=image_size,
+            steps=steps,
+            pretrained=pretrained,
+            eval_mode=eval_mode,
+            verify=verify,
+            model_kwargs=model_kwargs or [],
+            seed=seed,
+            device=device,
+            overwrite=overwrite,
+            say=lambda text: typer.echo(text, err=True),
+        )
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    for report in reports:
+        typer.echo(f"{report}\n")
+    typer.echo(f"written to {out}: report.html, report.png, report.json")
+
+
+@app.command()
 def push(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that a run, convert or a library saved.")],
     repo: Annotated[str, typer.Option(help="user/name on the Hub; made if it does not exist.")],

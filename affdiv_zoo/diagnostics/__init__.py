@@ -65,11 +65,15 @@ the sample. The gradient dL/da comes from q, k, v and the gradient of the attent
 moved by a small step of the gradient that autograd finds, its input held, for the batch, for one sample and for one
 row. The largest relative difference is reported.
 
+Over training: :class:`DivergenceLogger`, and for transformers' ``Trainer``
+:class:`affdiv_zoo.diagnostics.trainer.DivergenceCallback`.
+
 Everything that is not covered (other maps, normalisers' scales, logits that cannot be reached, frozen layers) is listed
 with its reason.
 """
 
 from affdiv_zoo.diagnostics._diagnose import diagnose
+from affdiv_zoo.diagnostics.logger import DivergenceLogger
 from affdiv_zoo.diagnostics.report import DivergenceReport, LayerDivergence, NotCovered
 
-__all__ = ["DivergenceReport", "LayerDivergence", "NotCovered", "diagnose"]
+__all__ = ["DivergenceLogger", "DivergenceReport", "LayerDivergence", "NotCovered", "diagnose"]

@@ -200,9 +200,8 @@ def _layer_entry(layer: Layer, i: int, updates: LayerUpdates, error: float | Non
         notes.append("its first dimension is not that of the samples: all rows count as one sample's")
     if not sums.squares["ideal"]:
         notes.append("its output's gradient is zero on this batch")
-    return sums.entry(
-        layer.name + part.label, type(layer.module).__name__, part.correction, "; ".join(n for n in notes if n)
-    )
+    kind = "CorrectedLinear" if part.label else type(layer.module).__name__  # not the name of a private class
+    return sums.entry(layer.name + part.label, kind, part.correction, "; ".join(n for n in notes if n))
 
 
 def _add_logits(

@@ -19,6 +19,10 @@ from affdiv_zoo.convert._trace import is_norm, tensors
 from affdiv_zoo.diagnostics._maps import LayerMap, agrees, is_affine, is_corrected, refusal
 
 
+class LossNotFiniteError(ValueError):
+    """The loss is infinite or not a number: there is no update to diagnose."""
+
+
 @dataclass
 class Call:
     """One call of an affine layer.
@@ -353,7 +357,8 @@ def run(model: nn.Module, inputs: Any, loss_of: Callable[[Any], Tensor]) -> Reco
         The record.
 
     Raises:
-        ValueError: There is no sample, or the loss is no finite scalar with a gradient.
+        ValueError: There is no sample, or the loss is no scalar with a gradient.
+        LossNotFiniteError: The loss is not finite.
     """
     first = next((t for t in tensors(inputs) if t.ndim), None)
     if first is None or first.shape[0] == 0:
@@ -369,7 +374,7 @@ def run(model: nn.Module, inputs: Any, loss_of: Callable[[Any], Tensor]) -> Reco
         if not loss.requires_grad:
             raise ValueError("the loss has no gradient: does any parameter of the model require one?")
         if not torch.isfinite(loss):
-            raise ValueError(f"the loss is {loss.item()}: there is no update to diagnose")
+            raise LossNotFiniteError(f"the loss is {loss.item()}: there is no update to diagnose")
         edges = [call.edge for layer in watch.layers.values() if not layer.why_not for call in layer.calls]
         edges += [attention.edge for attention in watch.attentions]
         params = [p for p in model.parameters() if p.requires_grad]

@@ -218,11 +218,15 @@ class DivergenceReport:
             if verified:
                 row += " " * 8 if e.verify_error is None else f" {e.verify_error:7.0e}"
             lines.append(row)
-        lines += _wrapped(_together((e.note, e.name) for e in self.layers if e.note))
+        lines += _wrapped(self.note_lines())
         if self.not_covered:
             lines.append(f"not covered ({len(self.not_covered)}):")
             lines += _wrapped(self.not_covered_lines())
         return "\n".join(lines)
+
+    def note_lines(self) -> list[str]:
+        """The layers' remarks, alike ones in one line."""
+        return _together((e.note, e.name) for e in self.layers if e.note)
 
     def not_covered_lines(self) -> list[str]:
         """What is not covered, alike ones in one line."""
