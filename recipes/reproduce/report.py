@@ -834,9 +834,9 @@ def plot_cnn(results: Results, path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def commands(names: Iterable[str], suffix: str) -> str:
-    """Words the commands that make the runs."""
-    return ", ".join(f"`{name}{suffix}`" for name in names)
+def command(name: str) -> str:
+    """Words the command that makes a sweep's runs."""
+    return f"python ../sweep.py run sweeps/{name}.yaml --ledger ledgers/{name}.jsonl"
 
 
 def planned(folder: Path, name: str) -> int:
@@ -869,7 +869,7 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
         f"{hours:.1f} hours of one CPU core): "
         + ", ".join(f"`{name}` {count[name + suffix]} of {planned(folder, name + suffix)}" for name in SWEEPS)
         + ". They are small and short (see [below](#how)): the verdicts are those of nets of this size and budget.\n",
-        "| claim | whose | our figure | verdict | sweeps |",
+        "| claim | whose | our figures | verdict | sweeps |",
         "| --- | --- | --- | --- | --- |",
     ]
     details = []
@@ -883,7 +883,7 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
         counts = ", ".join(f"{tally[name]} {name}" for name in (HOLDS, OPEN, FAILS, NO_RUNS) if tally[name])
         figure = f"{figure} ({counts})" if figure else counts
         cells = [f"[{number}. {claim.text}](#claim-{number})", claim.whose, figure, f"**{outcome}**"]
-        text.append(harness.table_line([*cells, commands(claim.sweeps, suffix)]))
+        text.append(harness.table_line([*cells, ", ".join(f"`{name}{suffix}`" for name in claim.sweeps)]))
         details += [
             f"### Claim {number}\n",
             f"{claim.text}: **{outcome}**. {claim.check.__doc__.splitlines()[0]}\n",
@@ -893,7 +893,9 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
         for part in parts:
             sizes = (str(part.figure.cells), str(part.figure.n)) if part.figure else ("", "")
             details.append(harness.table_line([part.what, str(part.figure or ""), *sizes, part.rule, part.outcome]))
-        details.append("")
+        details += ["", "```bash", "cd recipes/reproduce"]
+        details += [command(name + suffix) for name in claim.sweeps]
+        details += ["```", ""]
     text += [
         "",
         "Accuracies in points of per cent. The verdict follows from the parts below: *reproduced* if all hold, *not "
@@ -926,7 +928,8 @@ HOW = """## How
   are PatchNorm convolutions. A centred map of one number is nothing (the layer raises an error): width 1 has none.
 * Every method has four learning rates, a factor of about three apart, and the one of the best accuracy on validation
   images, split off the training set, is taken (one seed). Where the rates of a map lie was found by a pilot, also on
-  validation images. The test set is read once per final run, with other seeds, on the whole training part.
+  validation images (`sweeps/pilot.yaml`). The test set is read once per final run, with other seeds, on the whole
+  training part.
 * 5,000 (convolutional nets) or 10,000 training images without augmentation, SGD with momentum 0.9, a cosine schedule,
   three or four epochs: a run takes seconds on one core. `sweeps/*.yaml` have all of it; `grids.py` writes them.
 * What a GPU would add: the `..._full` sweeps ({full} runs), on all 50,000 images, for 20 to 30
