@@ -202,7 +202,7 @@ class DivergenceReport:
         step = "one SGD step" if self.optimizer is None else f"one step of {self.optimizer}"
         mode = "training" if self.training else "evaluation"
         lines = [f"{self.model}: {step} on {self.batch_size} samples in {mode} mode, loss {self.loss:.4g}"]
-        width = min(max((len(e.name) for e in self.layers), default=5), 40)
+        width = min(max((len(e.name) for e in self.layers), default=5), 36)
         verified = self.max_verify_error is not None
         lines.append(
             f"{'layer':{width}} {'kind':16} {'correct.':10} {'divergence':>10} {'spread':>7} {'cosine':>7} {'norm':>9}"
