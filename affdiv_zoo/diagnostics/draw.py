@@ -140,7 +140,11 @@ def draw_evolution(steps: Sequence[int], reports: Sequence[DivergenceReport], ti
     summaries = [r.summary() for r in reports]
     for ax, key, heading in panels:
         for i, name in enumerate(names):
-            found = [(s, getattr(r[name], key)) for s, r in zip(steps, reports, strict=True) if name in _names(r)]
+            entries = [(s, r[name]) for s, r in zip(steps, reports, strict=True) if name in _names(r)]
+            # Without a gradient there is no direction that could have a cosine.
+            found = [(s, getattr(e, key)) for s, e in entries if key != "cosine" or e.norm_ratio > 0]
+            if not found:
+                continue
             color = colors(i / max(len(names) - 1, 1))
             ax.plot(
                 *zip(*found, strict=True), color=color, alpha=0.45, linewidth=0.8, marker="." if len(found) == 1 else ""

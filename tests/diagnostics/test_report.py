@@ -62,7 +62,7 @@ def test_table() -> None:
     r.layers[0].norm_ratio = 123456789.0
     text = str(r)
     assert max(map(len, text.splitlines())) <= 130
-    assert "\n~ry.very.very.very.very.very.very.long Linear" in text and "1.23e+08" in text
+    assert "\n~.very.very.very.very.very.very.long Linear" in text and "1.23e+08" in text
 
 
 def test_dict_and_back() -> None:
