@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
+from building import build_model
 from data import RecipeError, load_data
 from safetensors.torch import load_file, save_file
-from sweep import ROOT, Ledger, Row, Sweep, portable, setting, summarise
+from sweep import ROOT, Ledger, Row, Sweep, paired_difference, portable, setting, summarise
 from timm.models import get_pretrained_cfg
 from torch import nn
 from torch.utils.data import DataLoader
@@ -92,8 +92,6 @@ def final_runs(row: Row, seeds: list[int]) -> list[dict[str, Any]]:
 
 def twin_record(ours: Row, twin: Row, sweep: Sweep) -> dict[str, Any]:
     """Returns the comparison with the twin."""
-    from sweep import paired_difference
-
     difference = paired_difference(ours.test, twin.test)
     run = sweep.final_run(twin.method, twin.choice.point, sweep.seeds[0])
     return dict(
@@ -130,7 +128,7 @@ def release(args: argparse.Namespace) -> str:
     half = {name: value.half() if value.is_floating_point() else value for name, value in state.items()}
     data = load_data(run.args, get_pretrained_cfg(run.args.model).to_dict())
     loader = DataLoader(data.test, batch_size=500, collate_fn=data.collate_fn)
-    model = timm.create_model(run.args.model, **run.args.model_kwargs, num_classes=cfg["num_classes"])
+    model = build_model(run.args, data)
     model.load_state_dict(state)
     right = right_answers(model, loader)
     total = len(data.test)
@@ -147,7 +145,7 @@ def release(args: argparse.Namespace) -> str:
     images = synthetic_images(tuple(cfg["input_size"]))
     with torch.no_grad():
         logits = model(images)
-        plain = timm.create_model(run.args.model, num_classes=cfg["num_classes"]).eval()
+        plain = build_model(argparse.Namespace(**{**vars(run.args), "model_kwargs": {}}), data).eval()
         plain.load_state_dict(stored)
         if not torch.equal(plain(images), logits):
             raise RecipeError(
