@@ -75,6 +75,15 @@ class AffDivConfig(BackboneConfigMixin, TimmWrapperConfig):
         if out_features is not None or out_indices is not None:
             self.set_output_features_output_indices(out_features, out_indices)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AffDivConfig":
+        """From what timm or transformers saved; ``id2label`` alone also sets the number of classes."""
+        labels = kwargs.get("id2label")
+        if labels is not None:
+            kwargs.setdefault("num_labels", len(labels))
+            kwargs.setdefault("label2id", {label: int(i) for i, label in labels.items()})
+        return super().from_dict(config_dict, **kwargs)
+
     @property
     def stage_names(self) -> list[str]:
         """timm's names of the modules whose outputs are features, ``feature_info``."""

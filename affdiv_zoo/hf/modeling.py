@@ -54,7 +54,8 @@ class AffDivPreTrainedModel(TimmWrapperPreTrainedModel):
     def post_init(self) -> None:
         """transformers' last step of a construction; timm has initialised everything already."""
         for tensor in itertools.chain(self.parameters(), self.buffers()):
-            tensor._is_hf_initialized = True
+            if not tensor.is_meta:
+                tensor._is_hf_initialized = True
         self.supports_gradient_checkpointing = self._timm_model_supports_gradient_checkpointing()
         # A timm model stays on one device: its blocks add what different modules computed.
         self._no_split_modules = [type(self.timm_model).__name__]
@@ -91,7 +92,7 @@ class AffDivPreTrainedModel(TimmWrapperPreTrainedModel):
     @property
     def device(self) -> torch.device:
         """Where inputs go: of weights that accelerate keeps elsewhere, the device that computes."""
-        device = super().device
+        device = next(self.parameters()).device
         if device.type == "meta":
             hooks = (getattr(module, "_hf_hook", None) for module in self.modules())
             devices = (getattr(hook, "execution_device", None) for hook in hooks)
@@ -101,6 +102,12 @@ class AffDivPreTrainedModel(TimmWrapperPreTrainedModel):
     def _create_model(self) -> nn.Module:
         """A fresh timm model, of the same shape as ``timm_model``."""
         return self.config.create_model(0)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> "AffDivPreTrainedModel":
+        """As in transformers; pickled weights only where ``use_safetensors=False`` asks for them."""
+        kwargs.setdefault("use_safetensors", True)
+        return super().from_pretrained(*args, **kwargs)
 
     @classmethod
     def from_timm(cls, model: nn.Module, label_names: list[str] | None = None) -> "AffDivPreTrainedModel":
