@@ -8,6 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.file_download import repo_folder_name
 
 from affdiv_zoo.convert.saved import check_directory
 from affdiv_zoo.hub._errors import HubError, explained, retried
@@ -75,7 +76,14 @@ def _download(repo_id: str, revision: str | None, token: str | None) -> Path:
         # Asked first, since snapshot_download answers with an old snapshot where the Hub refuses or fails.
         api.model_info(repo_id, revision=revision)
     with explained(repo_id, revision, "what came whole is kept, the rest is not there"):
-        snapshot = Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=list(PUBLISHED)))
+        try:
+            snapshot = Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=list(PUBLISHED)))
+        except OSError as error:
+            if "Consistency check failed" in str(error):  # some versions would go on from a part of the wrong size
+                blobs = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repo_id, repo_type="model"), "blobs")
+                for part in blobs.glob("*.incomplete"):
+                    part.unlink(missing_ok=True)
+            raise
     _verify(api, repo_id, snapshot)
     return snapshot
 
