@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,7 +203,8 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-        (self.work / "lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder may have become one that cannot be written
+            (self.work / "lock").unlink()
 
     def leave(self) -> None:
         """Ends an unfinished run: keeps what can be gone on with, and else leaves nothing."""
@@ -424,7 +426,7 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, ema: nn.Module | Non
         accelerator.load_state(folder)
         if ema is not None:
             ema.load_state_dict(load_file(folder / EMA))
-    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError, pickle.UnpicklingError) as error:
         raise RecipeError(
             f"--resume {str(folder)!r} does not fit this model and optimizer ({one_line(error)}); name another"
         ) from error

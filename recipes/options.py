@@ -39,7 +39,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if action.default in (None, False, argparse.SUPPRESS) or action.default == [] or "%(default)" in text:
+        if any(action.default is nothing for nothing in (None, False, argparse.SUPPRESS)) or action.default == []:
             return text
         return f"{text} (default: %(default)s)"
 
