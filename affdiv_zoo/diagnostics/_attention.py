@@ -34,14 +34,20 @@ class LogitUpdates:
 
 def logits(attention: Attention, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """What enters the softmax, without a mask: the logits times their scale or temperature."""
-    if attention.scale is not None:
-        return q @ k.mT * attention.scale
+    c = plain_scale(attention)
+    if c is not None:
+        return q @ k.mT * c
     m = attention.module
-    temperature = m.logit_scale.detach().exp().to(q.dtype).view(-1, 1, 1)
-    if m.attention == "projection":
-        return q @ k.mT * temperature
     bias = m.qkv.bias is not None
-    return _plain.corrected_attention_logits(x, q, k, m.attention, bias, m.center, m.eps) * temperature
+    plain = _plain.corrected_attention_logits(x, q, k, m.attention, bias, m.center, m.eps)
+    return plain * m.logit_scale.detach().exp().to(q.dtype).view(-1, 1, 1)
+
+
+def plain_scale(attention: Attention) -> Tensor | float | None:
+    """c of logits that are c q . k, one number or one per head; None for the others."""
+    if attention.scale is not None or attention.module.attention != "projection":
+        return attention.scale
+    return attention.module.logit_scale.detach().exp().view(-1, 1, 1)
 
 
 def pair_divergence(attention: Attention, x: Tensor, q: Tensor, k: Tensor, kq: Tensor, kk: Tensor) -> Tensor:
@@ -61,11 +67,11 @@ def pair_divergence(attention: Attention, x: Tensor, q: Tensor, k: Tensor, kq: T
     """
     q2, k2 = q.square().sum(-1, keepdim=True), k.square().sum(-1, keepdim=True).mT  # columns and rows
     kq, kk = kq.unsqueeze(-1), kk.unsqueeze(-2)
-    kind = "none" if attention.scale is not None else attention.module.attention
-    if kind in ("none", "projection"):
-        c = attention.scale if kind == "none" else attention.module.logit_scale.detach().exp().view(-1, 1, 1)
+    c = plain_scale(attention)
+    if c is not None:
         return c**2 * (kq * k2 + kk * q2)
     m = attention.module
+    kind = m.attention
     t2 = (2 * m.logit_scale.detach()).exp().to(q.dtype).view(-1, 1, 1)
     r = _plain.inverse_token_norm(x, m.qkv.bias is not None, m.center, m.eps).to(q.dtype)
     r2q, r2k = r.square(), r.square().mT
@@ -88,8 +94,9 @@ def pair_divergence(attention: Attention, x: Tensor, q: Tensor, k: Tensor, kq: T
 
 def logit_change(attention: Attention, x: Tensor, q: Tensor, k: Tensor, dq: Tensor, dk: Tensor) -> Tensor:
     """The derivative of the logits where q and k move along dq and dk, the divisors moving too."""
-    if attention.scale is not None:
-        return (dq @ k.mT + q @ dk.mT) * attention.scale
+    c = plain_scale(attention)
+    if c is not None:
+        return (dq @ k.mT + q @ dk.mT) * c
     # A central difference in float64, its error below 1e-7 of the derivative: simpler than four formulas.
     x, q, k, dq, dk = (t.double() for t in (x, q, k, dq, dk))
     length = torch.linalg.vector_norm(dq) + torch.linalg.vector_norm(dk)
@@ -110,9 +117,11 @@ def logit_updates(attention: Attention, updates: dict[int, LayerUpdates]) -> Ite
     q_call, k_call = attention.query.call, attention.key.call
     q, k = (wide(view.of(view.call.output)) for view in (attention.query, attention.key))
     v, grad = wide(attention.value), wide(attention.grad)
-    moved = {}
-    for name in ("divergence", "sample", "total", "step"):
-        moved[name] = [_seen(view, updates, name) for view in (attention.query, attention.key)]
+    names = ["divergence", "sample", "total", "step"]
+    views = (attention.query, attention.key)
+    if all(call.step is call.total for view in views for call in updates[id(view.layer)].calls):
+        names.remove("step")
+    moved = {name: [_seen(view, updates, name) for view in views] for name in names}
     x = wide(q_call.input) if q_call is k_call else q
     batch, heads, queries = q.shape[:3]
     size = chunk_size(heads * queries * k.shape[2], CHUNK)
@@ -125,11 +134,10 @@ def logit_updates(attention: Attention, updates: dict[int, LayerUpdates]) -> Ite
         dp = grad[c] @ v[c].mT
         ideal = p * (dp - (p * dp).sum(-1, keepdim=True))
         divergence = pair_divergence(*args, *(d[c][..., 0] for d in moved["divergence"]))
-        own, total, step = (
-            logit_change(*args, *(d[c] for d in moved[name])).to(q.dtype) * valid
-            for name in ("sample", "total", "step")
+        own, total, *step = (
+            logit_change(*args, *(d[c] for d in moved[name])).to(q.dtype) * valid for name in names[1:]
         )
-        yield LogitUpdates(ideal, divergence, own, total, step, valid)
+        yield LogitUpdates(ideal, divergence, own, total, step[0] if step else total, valid)
 
 
 def _seen(view: View, updates: dict[int, LayerUpdates], name: str) -> Tensor:
