@@ -13,7 +13,7 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL
 def test_snippet_runs(snippet):
     scope = {}
     exec(snippet, scope)
-    if "report" in scope:
+    if "before" in scope:
         assert (scope["model"](scope["images"]) - scope["before"]).abs().max() < 1e-4
 
 
