@@ -1017,7 +1017,8 @@ def build_transforms(args: Any, pretrained_cfg: dict[str, Any]) -> tuple[dict[st
     try:
         train_transform = create_transform(**settings, is_training=True, no_aug=augment == "none" and not given)
     except (AssertionError, ValueError, KeyError, IndexError) as error:  # of a policy's name or settings
-        raise RecipeError(f"--aa {args.aa!r}: timm does not take it ({one_line(error)}); try rand-m9-mstd0.5") from error
+        why = one_line(error)
+        raise RecipeError(f"--aa {args.aa!r}: timm does not take it ({why}); try rand-m9-mstd0.5") from error
     return config, train_transform, create_transform(**config), augment
 
 

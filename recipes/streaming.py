@@ -15,8 +15,9 @@ Nothing is downloaded or indexed first, and no more than a buffer of images is h
 """
 
 import copy
+import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,8 @@ class StreamDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
         if not self.training:
+            if os.environ.get("RANK", "0") != "0":
+                return  # accelerate reads in the main process, but begins to in all
             for image, label in self.decoded(0):
                 yield self.transform(image), label
             return
@@ -219,7 +222,9 @@ class StreamDataset(IterableDataset):
             round_ += 1
 
 
-def train_loader(dataset: StreamDataset, batch_size: int, workers: int) -> DataLoader:
+def train_loader(
+    dataset: StreamDataset, batch_size: int, workers: int, worker_init_fn: Callable[[int], None] | None = None
+) -> DataLoader:
     """Makes a loader of this process's share of a stream.
 
     It is one of accelerate's loaders already, and `Accelerator.prepare` leaves it as it is: accelerate's own way with
@@ -229,13 +234,15 @@ def train_loader(dataset: StreamDataset, batch_size: int, workers: int) -> DataL
         dataset: The whole training stream.
         batch_size: Images per process and batch.
         workers: Loader workers per process; no more than there are shards are used.
+        worker_init_fn: As torch's DataLoader takes it.
 
     Returns:
         The loader; its length is the number of batches.
     """
     state = PartialState()
     part = dataset.part(state.process_index, state.num_processes, batch_size)
-    loader = DataLoader(part, batch_size=batch_size, num_workers=min(workers, part.shards()), drop_last=True)
+    workers = min(workers, part.shards())
+    loader = DataLoader(part, batch_size, num_workers=workers, drop_last=True, worker_init_fn=worker_init_fn)
     loader = prepare_data_loader(
         loader, device=state.device, num_processes=1, process_index=0, put_on_device=True, dispatch_batches=False
     )
