@@ -33,7 +33,7 @@ class HubError(RuntimeError):
 
 
 class FolderError(ValueError):
-    """A folder that cannot be published: its files are missing or disagree. The message has a line for each problem.
+    """A model's files are missing or disagree. The message has a line for each problem.
 
     Attributes:
         problems: The lines.
@@ -41,7 +41,7 @@ class FolderError(ValueError):
 
     def __init__(self, folder: object, problems: list[str]) -> None:
         self.problems = problems
-        super().__init__("\n  ".join([f"{folder} is not a model that can be published:", *problems]))
+        super().__init__("\n  ".join([f"{folder} is no complete model whose files agree:", *problems]))
 
 
 @contextmanager

@@ -67,18 +67,19 @@ def prepare(folder: str | Path, repo_id: str | None = None) -> Folder:
     return Folder(dict(sorted(files.items())), tuple(left_out))
 
 
-def check_model(folder: Path) -> None:
-    """Raises FolderError unless config and weights are there and agree: as :func:`prepare`, but for metrics and card.
+def check_model(folder: Path, name: str) -> None:
+    """Checks config and weights only.
 
     Args:
         folder: A folder with a model.
+        name: What the error calls it.
 
     Raises:
         FolderError: They are not, or do not.
     """
     problems = [text for _, text in _model_problems(folder)]
     if problems:
-        raise FolderError(folder, problems)
+        raise FolderError(name, problems)
 
 
 def _disagreements(folder: Path) -> Iterator[str]:

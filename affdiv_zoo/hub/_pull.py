@@ -62,7 +62,7 @@ def pull(
             ) from error
     else:
         snapshot = retried(functools.partial(_download, repo_id, revision, token))
-    check_model(snapshot)
+    check_model(snapshot, repo_id)
     if directory is None:
         return snapshot
     _copy(snapshot, directory)

@@ -38,7 +38,7 @@ def test_create_pr(hub, client, run):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (("push", "nothing", "--repo", "user/net"), "error: nothing is not a model that can be published"),
+        (("push", "nothing", "--repo", "user/net"), "error: nothing is no complete model whose files agree"),
         (("pull", "user/nothing"), "error: there is no model user/nothing"),
         (("card", "nothing"), "error: "),
         (("publish", "nothing", "--namespace", "user"), "error: pattern='nothing'"),

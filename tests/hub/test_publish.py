@@ -142,3 +142,13 @@ def test_weights_that_are_not_those_of_the_record_are_refused(hub, client, relea
     with pytest.raises(FolderError, match="its SHA-256 is"):
         list(publish("user", "mlp_cifar.*", record=tmp_path / "published.json"))
     assert hub.repos == {}
+
+
+def test_the_packages_own_weights_can_be_published(hub, client, tmp_path):
+    reports = dict(publish("user", record=tmp_path / "published.json")) if weights.released() else {}
+    assert set(reports) == set(weights.released())
+    for name in reports:
+        ours, theirs = (timm.create_model(n, pretrained=True).eval() for n in (name, f"hf-hub:user/{name}"))
+        images = torch.randn(2, *ours.pretrained_cfg["input_size"])
+        with torch.no_grad():
+            assert torch.equal(ours(images), theirs(images)), name
