@@ -147,17 +147,15 @@ def _push(
     except HubError as error:
         if not dry_run:
             raise
-        before, note = None, str(error)
-    if before and before.exists and private and not before.private:
+        before, note = _Repo(exists=True, private=private), str(error)
+    if before.exists and private and not before.private:
         raise HubError(f"{repo_id} is public: make it private under Settings on its page, then push ({done})")
 
-    states = {path: _state(content, before and before.oids.get(path)) for path, content in prepared.files.items()}
-    if before is None:
+    states = {path: _state(content, before.oids.get(path)) for path, content in prepared.files.items()}
+    if note:
         states = dict.fromkeys(states, "not compared")
     changed = [path for path, state in states.items() if state != "unchanged"]
-    commit, url = before and before.head, f"{api.endpoint}/{repo_id}"
-    if changed:
-        commit = None
+    commit, url = None if changed else before.head, f"{api.endpoint}/{repo_id}"
     if changed and not dry_run:
         with explained(repo_id, branch, done):
             if not before.exists:
@@ -173,9 +171,9 @@ def _push(
                 parent_commit=before.head,  # nobody else's commit is overwritten unseen
             )
             commit, url = info.oid, info.pr_url or url
-    visibility = "private" if (before.private if before else private) else "public"
-    target = f"{visibility} {repo_id}, {'a pull request to ' if create_pr else ''}branch {branch}"
-    if before and not before.exists and dry_run:
+    target = f"{'private' if before.private else 'public'} {repo_id}, "
+    target += f"{'a pull request to ' if create_pr else ''}branch {branch}"
+    if dry_run and not before.exists:
         target += " (both would be made)" if branch != "main" else " (which would be made)"
     sizes = {path: len(c) if isinstance(c, bytes) else c.stat().st_size for path, c in prepared.files.items()}
     return PushReport(repo_id, branch, states, sizes, prepared.left_out, commit, url, dry_run, target, note)
