@@ -107,6 +107,9 @@ def diagnose(
     pretrained: Annotated[bool, typer.Option("--pretrained", help="Start from timm's weights.")] = False,
     eval_mode: Annotated[bool, typer.Option("--eval", help="In evaluation mode instead of training mode.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Check against real steps; several times slower.")] = False,
+    whole_step: Annotated[
+        bool, typer.Option("--whole-step", help="Measure a step of all layers at once, too.")
+    ] = False,
     model_kwargs: Annotated[
         list[str] | None, typer.Option(help="key=value for timm.create_model; may be repeated.")
     ] = None,
@@ -131,6 +134,7 @@ def diagnose(
             pretrained=pretrained,
             eval_mode=eval_mode,
             verify=verify,
+            whole_step=whole_step,
             model_kwargs=model_kwargs or [],
             seed=seed,
             device=device,

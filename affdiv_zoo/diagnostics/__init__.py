@@ -40,7 +40,7 @@ the convolution returns, before the BatchNorm.) Ratios of updates do not depend 
 A layer's rows belong to the sample along the first dimension of its input, in equal runs (windows, frames).
 
 **Only this layer moves, its input held.** That is the theory's question. In a training step the layers before it move
-too, and its input with them; that drift is not in these numbers.
+too, and its input with them; that drift is not in these numbers. ``whole_step=True`` measures it beside them.
 
 **Cost.** Nothing of the size of K is formed. The sum over all q is the layer itself with its parameters' gradient for
 parameters, since dL/dW = sum_q g_q psi_q^T. The sum over a sample's own rows is that with the sample's own gradient,

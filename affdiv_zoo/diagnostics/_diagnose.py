@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from affdiv_zoo.diagnostics._optimizer import optimizer_step
 from affdiv_zoo.diagnostics._record import Attention, Layer, Record, not_covered, run, untouched
 from affdiv_zoo.diagnostics._updates import LayerUpdates, layer_updates
 from affdiv_zoo.diagnostics._verify import Params, verify_layer, verify_logits
+from affdiv_zoo.diagnostics._whole import whole_step as measure_whole_step
 from affdiv_zoo.diagnostics.report import DivergenceReport, LayerDivergence, NotCovered
 
 UNEXPLAINED = 0.02
@@ -29,6 +30,7 @@ def diagnose(
     layers: str | Sequence[str] | None = None,
     *,
     verify: bool = False,
+    whole_step: bool = False,
     name: str | None = None,
 ) -> DivergenceReport:
     r"""The divergence of every linear layer, convolution and attention logit of a model, on one batch.
@@ -52,6 +54,9 @@ def diagnose(
         layers: Only layers whose names match one of these wildcards.
         verify: Check every prediction against real steps of that layer's parameters, its input held, by finite
             differences in float64; see ``LayerDivergence.verify_error``. Takes several times as long.
+        whole_step: Measure, too, how every output moves in one step of all parameters at once, the drift of the layers'
+            inputs included: ``whole_cosine`` and ``whole_norm_ratio``, by one more forward pass with the parameters
+            moved by a thousandth of their length (an error of about a percent).
         name: The model's name in the report; by default its class's.
 
     Returns:
@@ -79,8 +84,12 @@ def diagnose(
         return patterns is None or any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
     with torch.inference_mode(False), untouched(model):
-        record = run(model, inputs, loss_of)
+        record = run(model, inputs, loss_of, keep=whole_step)
     steps = None if optimizer is None else optimizer_step(optimizer, record.grads)
+    whole = {}
+    if whole_step:
+        with torch.inference_mode(False), untouched(model):
+            whole = measure_whole_step(model, inputs, record, record.grads if steps is None else steps)
     report = DivergenceReport(
         name or type(model).__name__,
         record.batch,
@@ -91,7 +100,7 @@ def diagnose(
     )
     device = next(model.parameters()).device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
-        found = list(_entries(record, steps, verify, selected))
+        found = list(_entries(record, steps, verify, whole, selected))
     order = [name for name, _ in model.named_modules()]
     behind = {f"{a.name}.logits": a.query.layer.name for a in record.attentions}  # logits after their projections
     report.layers = sorted(found, key=lambda e: order.index(behind.get(e.name, e.name).partition("[")[0]))
@@ -107,7 +116,13 @@ def diagnose(
     return report
 
 
-def _entries(record: Record, steps: dict[int, Tensor] | None, verify: bool, selected: Callable[[str], bool]):
+def _entries(
+    record: Record,
+    steps: dict[int, Tensor] | None,
+    verify: bool,
+    whole: dict[int, tuple[float, float]],
+    selected: Callable[[str], bool],
+) -> Iterator[LayerDivergence]:
     """The report's entries, layer by layer, so that few updates are held at a time."""
     updates: dict[int, LayerUpdates] = {}
     deltas: dict[int, Params] = {}
@@ -128,7 +143,10 @@ def _entries(record: Record, steps: dict[int, Tensor] | None, verify: bool, sele
         error = verify_layer(layer, found, delta) if verify else None
         for i in range(len(layer.map.parts)):
             if wanted[i]:
-                yield _layer_entry(layer, i, found, error)
+                entry = _layer_entry(layer, i, found, error)
+                if len(wanted) == 1:
+                    entry.whole_cosine, entry.whole_norm_ratio = whole.get(id(layer), (None, None))
+                yield entry
         done = [a for a in waiting if all(id(v.layer) in updates for v in (a.query, a.key))]
         for attention in done:
             _add_logits(sums[attention.name], attention, updates, deltas, verify)
@@ -179,7 +197,7 @@ class _Sums:
             over(self.product, length["ideal"] * length["step"]),
             *(over(length[part], length["ideal"]) for part in ("step", "same", "patch", "sample")),
             self.error,
-            note,
+            note=note,
         )
 
 

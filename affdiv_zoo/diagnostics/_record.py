@@ -33,6 +33,8 @@ class Call:
         version: The output's version as the layer left it.
         edge: Where the output's gradient arrives.
         active: Where a built-in ReLU let the output pass; None without one.
+        number: Which of the layer's calls it is.
+        value: A copy of the output, if it is to be kept.
         grad: dL/dz, set after the backward pass.
     """
 
@@ -43,6 +45,8 @@ class Call:
     version: int
     edge: GradientEdge
     active: Tensor | None
+    number: int
+    value: Tensor | None = None
     grad: Tensor | None = None
 
 
@@ -181,9 +185,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
 class _Watch(TorchFunctionMode):
     """Hooks on the modules and on torch's attention, for one forward pass."""
 
-    def __init__(self, model: nn.Module, batch: int) -> None:
+    def __init__(self, model: nn.Module, keep: bool) -> None:
         super().__init__()
-        self.batch = batch
+        self.keep = keep
+        self.entered: dict[int, int] = {}
         self.layers: dict[tuple[int, int], Layer] = {}
         self.by_module: dict[nn.Module, Layer] = {}
         self.names = {module: name for name, module in model.named_modules()}
@@ -236,6 +241,8 @@ class _Watch(TorchFunctionMode):
     def _record(self, layer: Layer, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if layer.why_not:
             return
+        number = self.entered.get(id(layer), 0)
+        self.entered[id(layer)] = number + 1
         given = list(tensors((args, kwargs)))
         if not given or not isinstance(output, Tensor):
             layer.why_not = "it does not take and return a tensor"
@@ -255,7 +262,8 @@ class _Watch(TorchFunctionMode):
                 layer.why_not = "its output is not W x + b (nor a corrected one) of its own weight and bias"
                 return
         active = z > 0 if act == "relu" else None
-        call = Call(x, x._version, given[0], z, z._version, get_gradient_edge(output), active)
+        kept = z.clone() if self.keep else None
+        call = Call(x, x._version, given[0], z, z._version, get_gradient_edge(output), active, number, kept)
         layer.calls.append(call)
         self._calls.append((layer, call))
 
@@ -345,13 +353,14 @@ def is_attention(module: nn.Module) -> bool:
     return says(module) and not any(says(m) for m in list(module.modules())[1:])
 
 
-def run(model: nn.Module, inputs: Any, loss_of: Callable[[Any], Tensor]) -> Record:
+def run(model: nn.Module, inputs: Any, loss_of: Callable[[Any], Tensor], keep: bool = False) -> Record:
     """One pass; the model is as before, but for its buffers and the random state, which :func:`untouched` keeps.
 
     Args:
         model: Any module.
         inputs: A tensor, a tuple or a mapping of arguments.
         loss_of: The loss of the model's output.
+        keep: Keep copies of the layers' outputs.
 
     Returns:
         The record.
@@ -363,7 +372,7 @@ def run(model: nn.Module, inputs: Any, loss_of: Callable[[Any], Tensor]) -> Reco
     first = next((t for t in tensors(inputs) if t.ndim), None)
     if first is None or first.shape[0] == 0:
         raise ValueError("inputs holds no tensor with samples along its first dimension")
-    watch = _Watch(model, first.shape[0])
+    watch = _Watch(model, keep)
     with torch.enable_grad():
         with watch.hooked():
             output = call_model(model, inputs)
@@ -406,7 +415,7 @@ def run(model: nn.Module, inputs: Any, loss_of: Callable[[Any], Tensor]) -> Reco
         if attention.grad is not None and attention.grad.ndim == 3:  # of the output projection's input
             B, H, N, d = attention.value.shape
             attention.grad = attention.grad.reshape(B, N, H, d).transpose(1, 2)
-    return Record(list(watch.layers.values()), watch.attentions, watch.unreached, watch.batch, loss.item(), by_param)
+    return Record(list(watch.layers.values()), watch.attentions, watch.unreached, first.shape[0], loss.item(), by_param)
 
 
 def not_covered(model: nn.Module, record: Record) -> Iterator[tuple[str, str, int, str]]:

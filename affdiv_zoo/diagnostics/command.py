@@ -35,6 +35,7 @@ def diagnose_to_directory(
     pretrained: bool,
     eval_mode: bool,
     verify: bool,
+    whole_step: bool,
     model_kwargs: list[str],
     seed: int,
     device: str,
@@ -54,6 +55,7 @@ def diagnose_to_directory(
         pretrained: Start from timm's weights.
         eval_mode: Diagnose in evaluation mode instead of training mode.
         verify: As in :func:`affdiv_zoo.diagnose`.
+        whole_step: As in :func:`affdiv_zoo.diagnose`.
         model_kwargs: ``key=value`` for ``timm.create_model``.
         seed: Of the weights, the choice of images and the updates.
         device: ``"auto"``, ``"cpu"``, ``"cuda"``, ...
@@ -99,8 +101,9 @@ def diagnose_to_directory(
         model, x, y = model.to(device).train(), x.to(device), y.to(device)
         say(f"{name}: {min(batch_size, len(x))} images of {size} px" + f", after {warm_up} updates" * (warm_up > 0))
         _warm_up(model, x, y, batch_size, warm_up)
-        report = diagnose(model.train(not eval_mode), x[-batch_size:], y[-batch_size:], verify=verify, name=name)
-        reports.append(report)
+        model.train(not eval_mode)
+        x, y = x[-batch_size:], y[-batch_size:]
+        reports.append(diagnose(model, x, y, verify=verify, whole_step=whole_step, name=name))
 
     directory.mkdir(parents=True, exist_ok=True)
     reports[0].save_html(directory / "report.html", reports[1:])

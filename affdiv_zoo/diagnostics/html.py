@@ -8,7 +8,7 @@ from pathlib import Path
 
 from affdiv_zoo.diagnostics._files import write_whole
 from affdiv_zoo.diagnostics.draw import COLORS, PARTS, _matplotlib, draw_reports, in_order, labelled, tint
-from affdiv_zoo.diagnostics.report import DivergenceReport, LayerDivergence, number
+from affdiv_zoo.diagnostics.report import DivergenceReport, LayerDivergence, OptionalColumn, number, optional_columns
 
 __all__ = ["page", "write_page"]
 
@@ -151,8 +151,8 @@ def _summary(reports: Sequence[DivergenceReport], labels: list[str]) -> str:
 
 
 def _layers(reports: Sequence[DivergenceReport], labels: list[str]) -> str:
-    verified = any(r.max_verify_error is not None for r in reports)
-    heads = ["kind", "divergence", "spread", "cosine", "norm ratio", "parts"] + ["verified to"] * verified
+    optional = optional_columns(reports)
+    heads = ["kind", "divergence", "spread", "cosine", "norm ratio", "parts", *(c.title for c in optional)]
     top = "".join(
         f'<th class="first left" colspan="{len(heads)}">{_dot(i)}{escape(label)}</th>' for i, label in enumerate(labels)
     )
@@ -166,7 +166,7 @@ def _layers(reports: Sequence[DivergenceReport], labels: list[str]) -> str:
     for n, name in enumerate(in_order([[e.name for e in r.layers] for r in reports])):
         cells = f'<td data-value="{n}">{escape(name)}</td>'
         for i, found in enumerate(by_name):
-            cells += _cells(found[name], i, verified) if name in found else _blank(len(heads))
+            cells += _cells(found[name], i, optional) if name in found else _blank(len(heads))
         body.append(f"<tr>{cells}</tr>")
     return (
         '<div class="scroll tall"><table><thead><tr><th></th>'
@@ -178,7 +178,7 @@ def _blank(columns: int) -> str:
     return '<td class="first" data-value=""></td>' + '<td data-value=""></td>' * (columns - 1)
 
 
-def _cells(e: LayerDivergence, i: int, verified: bool) -> str:
+def _cells(e: LayerDivergence, i: int, optional: Sequence[OptionalColumn]) -> str:
     values = ((e.divergence, number(e.divergence)), (e.spread, f"{e.spread:.3f}"), (e.cosine, f"{e.cosine:.3f}"))
     values += ((e.norm_ratio, number(e.norm_ratio)),)
     color = COLORS[i % len(COLORS)]
@@ -191,9 +191,9 @@ def _cells(e: LayerDivergence, i: int, verified: bool) -> str:
     out = f'<td class="first left">{escape(e.kind)}{correction}</td>'
     out += "".join(f'<td data-value="{value!r}">{shown}</td>' for value, shown in values)
     out += f'<td data-value="{e.shares[0]!r}" title="{tip}"><span class="bar">{bar}</span></td>'
-    if verified:
-        error = e.verify_error
-        out += f'<td data-value="{"" if error is None else error}">{"" if error is None else f"{error:.0e}"}</td>'
+    for column in optional:
+        value = getattr(e, column.key)
+        out += f'<td data-value="{"" if value is None else value}">{column.text(e)}</td>'
     return out
 
 

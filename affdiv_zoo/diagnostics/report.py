@@ -29,6 +29,9 @@ class LayerDivergence:
         patch: That of the update by the same sample's other rows: other patches, other tokens, other calls.
         sample: That of the update by other samples.
         verify_error: The largest relative difference between prediction and measurement, None without ``verify``.
+        whole_cosine: As ``cosine``, measured in a step of all parameters at once; None without ``whole_step``, of
+            logits, and of layers without a gradient or with several parts.
+        whole_norm_ratio: As ``norm_ratio``, in that step.
         note: A remark.
     """
 
@@ -45,6 +48,8 @@ class LayerDivergence:
     patch: float
     sample: float
     verify_error: float | None = None
+    whole_cosine: float | None = None
+    whole_norm_ratio: float | None = None
     note: str = ""
 
     @property
@@ -203,10 +208,10 @@ class DivergenceReport:
         mode = "training" if self.training else "evaluation"
         lines = [f"{self.model}: {step} on {self.batch_size} samples in {mode} mode, loss {self.loss:.4g}"]
         width = min(max((len(e.name) for e in self.layers), default=5), 36)
-        verified = self.max_verify_error is not None
+        optional = optional_columns([self])
         lines.append(
             f"{'layer':{width}} {'kind':16} {'correct.':10} {'divergence':>10} {'spread':>7} {'cosine':>7} {'norm':>9}"
-            f" {'same':>5} {'patch':>6} {'sample':>6}" + (f" {'verify':>7}" if verified else "")
+            f" {'same':>5} {'patch':>6} {'sample':>6}" + "".join(f" {column.head:>8}" for column in optional)
         )
         lines.append("-" * len(lines[-1]))
         for e in self.layers:
@@ -215,9 +220,7 @@ class DivergenceReport:
                 f"{_short(e.name, width):{width}} {_short(e.kind, 16):16} {e.correction:10} {number(e.divergence):>10} "
                 f"{e.spread:7.3f} {e.cosine:7.3f} {number(e.norm_ratio):>9} {same:5.0%} {patch:6.0%} {sample:6.0%}"
             )
-            if verified:
-                row += " " * 8 if e.verify_error is None else f" {e.verify_error:7.0e}"
-            lines.append(row)
+            lines.append(row + "".join(f" {column.text(e):>8}" for column in optional))
         lines += _wrapped(self.note_lines())
         if self.not_covered:
             lines.append(f"not covered ({len(self.not_covered)}):")
@@ -233,6 +236,38 @@ class DivergenceReport:
         return _together(
             ((e.why, e.name or "(the model)") for e in self.not_covered), [e.kind for e in self.not_covered]
         )
+
+
+@dataclass(frozen=True)
+class OptionalColumn:
+    """A column that is shown where any layer has its number.
+
+    Attributes:
+        key: The attribute of :class:`LayerDivergence`.
+        head: In the printed table.
+        title: In the page.
+    """
+
+    key: str
+    head: str
+    title: str
+
+    def text(self, entry: LayerDivergence) -> str:
+        """The number as shown; empty if there is none."""
+        value = getattr(entry, self.key)
+        if value is None:
+            return ""
+        return {"verify_error": f"{value:.0e}", "whole_cosine": f"{value:.3f}"}.get(self.key) or number(value)
+
+
+def optional_columns(reports: "Sequence[DivergenceReport]") -> list[OptionalColumn]:
+    """Those that one of the reports needs."""
+    columns = (
+        OptionalColumn("verify_error", "verify", "verified to"),
+        OptionalColumn("whole_cosine", "all: cos", "cosine, all layers moving"),
+        OptionalColumn("whole_norm_ratio", "all:norm", "norm ratio, all layers moving"),
+    )
+    return [c for c in columns if any(getattr(e, c.key) is not None for r in reports for e in r.layers)]
 
 
 def _together(remarks: Iterable[tuple[str, str]], kinds: Sequence[str] = ()) -> list[str]:

@@ -24,7 +24,7 @@ def run(*argv: object) -> tuple[int, str]:
 
 def test_two_models_side_by_side(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    code, text = run("resnet20_cifar", "resnet20_cifar_patchnorm", "--out", out, *SMALL, "--verify")
+    code, text = run("resnet20_cifar", "resnet20_cifar_patchnorm", "--out", out, *SMALL, "--verify", "--whole-step")
     assert code == 0, text
     assert "resnet20_cifar: 4 images of 32 px, after 1 updates" in text
     assert "resnet20_cifar_patchnorm: one SGD step on 4 samples in training mode" in text

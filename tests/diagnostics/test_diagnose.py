@@ -322,6 +322,34 @@ def test_the_optimizers_step() -> None:
         assert e.norm_ratio == pytest.approx((effective.norm() / ideal.norm()).item(), rel=1e-6)
 
 
+def test_the_step_of_all_layers() -> None:
+    """Against a real step of the whole model, by torch's SGD; the first layer has no drift."""
+    model = Net().double().train()
+    x, y = digits(12)
+    before = snapshot(model)
+    report = diagnose(model, x, y, whole_step=True)
+    assert same(before, snapshot(model))
+    assert all(e.whole_cosine is not None for e in report.layers)
+    assert report["stem"].whole_cosine == pytest.approx(report["stem"].cosine, rel=1e-6)
+    assert report["stem"].whole_norm_ratio == pytest.approx(report["stem"].norm_ratio, rel=1e-6)
+    assert report["head"].whole_norm_ratio != pytest.approx(report["head"].norm_ratio, rel=0.01)
+    assert "all: cos" in str(report)
+
+    model.drop.p, lr, outputs = 0.0, 1e-7, []
+    report = diagnose(model, x, y, whole_step=True)
+    model.head.register_forward_hook(lambda m, args, out: outputs.append(out))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    outputs.clear()
+    logits = model(x)
+    logits.retain_grad()
+    F.cross_entropy(logits, y).backward()
+    optimizer.step()
+    effective = (logits - model(x)).detach() / lr
+    cosine = F.cosine_similarity(effective.flatten(), logits.grad.flatten(), 0)
+    assert report["head"].whole_cosine == pytest.approx(cosine.item(), rel=0.01)
+    assert report["head"].whole_norm_ratio == pytest.approx((effective.norm() / logits.grad.norm()).item(), rel=0.02)
+
+
 def test_float32_and_autocast_are_close_to_float64() -> None:
     model = timm.create_model("resnet20_cifar_patchnorm")
     x, y = digits()

@@ -118,7 +118,12 @@ def test_several_calls_shared_modules_and_windows() -> None:
     assert windows.calls[0].input.shape == (10, 3, 4)
     check(shared, 5)
     check(windows, 5)
-    assert layer_updates(windows, 5).calls[0].ideal.shape == (5, 1, 3, 6)  # both windows of a sample
+    (call,) = layer_updates(windows, 5).calls
+    assert call.ideal.shape == (5, 1, 3, 6)  # both windows of a sample
+    for s in range(5):  # what a step on that sample alone does to its windows
+        x, g = (t[2 * s : 2 * s + 2].flatten(0, 1) for t in (windows.calls[0].input, windows.calls[0].grad))
+        torch.testing.assert_close(call.ideal[s, 0].mT, g)
+        torch.testing.assert_close(call.sample[s, 0].mT, x @ (g.mT @ x).mT + g.sum(0))
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
@@ -130,6 +135,13 @@ def test_a_frozen_weight_or_bias_takes_no_part(frozen: str) -> None:
     d = layer_updates(layer, 2).calls[0].divergence[0]
     patches = F.unfold(layer.calls[0].input, 3).square().sum(1)
     torch.testing.assert_close(d[:, 0], torch.ones_like(patches) if frozen == "weight" else patches)
+
+    linear = CorrectedLinear(3, 2, correction="norm", scale="l2", eps=0.0)
+    getattr(linear, frozen).requires_grad_(False)
+    (layer,) = recorded(linear, torch.randn(4, 3))
+    check(layer, 4)
+    (d,) = layer_updates(layer, 4).calls[0].divergence  # 2 if both train
+    torch.testing.assert_close(d, torch.ones_like(d))
 
 
 def test_transformers_conv1d() -> None:
