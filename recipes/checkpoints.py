@@ -136,6 +136,14 @@ class RunFolder:
 
     def check(self, overwrite: bool, resumes: bool = False) -> None:
         """Raises a RecipeError unless a run can be begun here, or gone on with if it `resumes`."""
+        try:
+            self._check(overwrite, resumes)
+        except PermissionError as error:
+            raise RecipeError(
+                f"--output {str(self)!r} cannot be read ({error.strerror}); name another folder"
+            ) from error
+
+    def _check(self, overwrite: bool, resumes: bool) -> None:
         if self.output.exists() and not self.output.is_dir():
             raise RecipeError(f"--output {str(self)!r} is a file; name a folder")
         if self.output.is_dir() and any(self.output.iterdir()):
@@ -283,8 +291,7 @@ def reported_failure(accelerator: Accelerator, run: RunFolder) -> Iterator[None]
     try:
         yield
     except WRITE_ERRORS as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-        cause = error
+        why, cause = reason(error, run.work), error
     if agree(accelerator, bool(why)):
         if accelerator.is_main_process:
             for hidden in run.checkpoints.glob(".*"):
@@ -295,6 +302,27 @@ def reported_failure(accelerator: Accelerator, run: RunFolder) -> Iterator[None]
             f"--output {str(run)!r}: a checkpoint cannot be written ({why or 'in another process'}); {kept}; make room "
             "there" + (", then go on with --resume auto" if last else " or name another folder")
         ) from cause
+
+
+@contextlib.contextmanager
+def told_failure(run: RunFolder) -> Iterator[None]:
+    """Turns a failure to write into the run's folder into a RecipeError."""
+    try:
+        yield
+    except WRITE_ERRORS as error:
+        raise RecipeError(
+            f"--output {str(run)!r} cannot be written ({reason(error, run.work)}); make room there, then add "
+            "--resume auto"
+        ) from error
+
+
+def reason(error: BaseException, folder: Path) -> str:
+    """Words why something could not be written: torch's own message says nothing of a full disk."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    with contextlib.suppress(OSError):
+        return f"{one_line(error)}, with {shutil.disk_usage(folder).free / 1e6:.1f} MB free"
+    return one_line(error)
 
 
 def agree(accelerator: Accelerator, flag: bool) -> bool:

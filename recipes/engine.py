@@ -13,7 +13,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from accelerate import Accelerator
 from accelerate.data_loader import skip_first_batches
 from accelerate.utils import DistributedType, gather_object
 from building import build_criterion, build_mixup, build_optimizer, build_scheduler, save_model
-from checkpoints import RunFolder, load_checkpoint, save_checkpoint
-from data import UNREADABLE, Data, RecipeError, check_skipped, cpu_workers, sample_bits
+from checkpoints import RunFolder, load_checkpoint, save_checkpoint, told_failure
+from data import Data, RecipeError, check_skipped, cpu_workers, sample_bits
+from evaluation import evaluate, find_nonfinite, in_memory_format
 from options import plain
 from records import write_log
+from signals import Stopped, StopSignal, leave_signals_to_parent
 from streaming import train_loader as stream_loader
 from timm.utils import ModelEmaV3, distribute_bn
 from timm.utils.agc import adaptive_clip_grad
@@ -54,74 +56,24 @@ class DivergedError(RecipeError):
         self.rows = rows
 
 
-class Stopped(Exception):
-    """A signal to stop, which came after the run had been saved.
-
-    Attributes:
-        number: The signal.
-        updates: The number of updates so far.
-    """
-
-    def __init__(self, number: int, updates: int):
-        super().__init__(number, updates)
-        self.number = number
-        self.updates = updates
-
-
-class StopSignal:
-    """A handler of signals to stop: at once while nothing can be saved, else between two updates.
-
-    Further signals change nothing: launchers pass on a signal that the whole process group has got already.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._can_wait = False
-
-    def __call__(self, number: int, frame: Any = None) -> None:
-        if not self._can_wait:
-            raise KeyboardInterrupt(number)
-        self.number = self.number or number
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Lets signals wait in this block."""
-        self._can_wait = True
-        try:
-            yield
-        finally:
-            self._can_wait = False
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator["StopSignal"]:
-        """Handles SIGTERM and SIGINT in this block."""
-        previous = {number: signal.signal(number, self) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield self
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # Data
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def leave_signals_to_parent(_: int) -> None:
-    """Has a loader worker ignore signals to stop: the main process still needs its images."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+def loader_workers(args: argparse.Namespace, data: Data) -> int:
+    """Returns the number of loader workers per process."""
+    return args.workers if args.workers is not None else 0 if data.in_memory else cpu_workers()
 
 
 def build_loaders(
     args: argparse.Namespace, data: Data, processes: int
 ) -> tuple[DataLoader, DataLoader | None, DataLoader | None]:
     """Makes the loaders for training, for evaluation after each epoch and for the test set, where they are needed."""
-    workers = args.workers if args.workers is not None else 0 if data.in_memory else cpu_workers()
+    workers = loader_workers(args, data)
     common = dict(num_workers=workers, collate_fn=data.collate_fn, worker_init_fn=leave_signals_to_parent)
     if isinstance(data.train, IterableDataset):
-        train = stream_loader(data.train, args.batch_size, workers)
+        train = stream_loader(data.train, args.batch_size, workers, leave_signals_to_parent)
     else:
         train = DataLoader(
             data.train,
@@ -137,99 +89,12 @@ def build_loaders(
     return train, test if args.test == "auto" else None, test
 
 
-def in_memory_format(images: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    """Returns images in the memory order the model has."""
-    return images.to(memory_format=torch.channels_last) if channels_last else images
-
-
 def seed_batch(seed: int, epoch: int, batch: int, process: int, processes: int) -> None:
     """Seeds what the model and Mixup draw from, as a pure function of the batch's place."""
     bits = int(sample_bits(seed, epoch, [batch * processes + process])[0])
     random.seed(bits)
     np.random.seed(bits % 2**32)
     torch.manual_seed(bits % 2**63)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Evaluation
-# --------------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def evaluate(
-    accelerator: Accelerator,
-    model: nn.Module,
-    loader: DataLoader,
-    channels_last: bool,
-    after_batch: Callable[[int], None] | None = None,
-) -> tuple[float, float, int]:
-    """Returns the mean cross-entropy, the share of right answers and the number of images, every image once.
-
-    Args:
-        accelerator: What has prepared the loader.
-        model: The model, prepared or not; it is left in eval mode.
-        loader: The images.
-        channels_last: Whether the model has that memory order.
-        after_batch: Called with the number of each batch, from 0.
-    """
-    model.eval()
-    losses, hits = [], []
-    for number, (images, labels) in enumerate(loader):
-        with accelerator.autocast():
-            logits = model(in_memory_format(images, channels_last))
-        logits = logits.float()
-        loss = nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=UNREADABLE)
-        loss, hit, labels = accelerator.gather_for_metrics((loss, logits.argmax(1) == labels, labels))
-        losses.append(loss[labels != UNREADABLE])
-        hits.append(hit[labels != UNREADABLE])
-        if after_batch is not None:
-            after_batch(number)
-    loss, hit = torch.cat(losses).double(), torch.cat(hits)
-    return loss.mean().item(), hit.double().mean().item(), len(hit)
-
-
-def find_nonfinite(model: nn.Module, images: torch.Tensor) -> str:
-    """Runs a model once more and tells which layer's output is the first that is not finite.
-
-    Args:
-        model: The model without wrappers, in the mode and with the seeds of the run that failed.
-        images: The batch.
-
-    Returns:
-        Words for a message.
-    """
-    if not is_finite(images):
-        return "the images themselves are not finite"
-    names = {module: name for name, module in model.named_modules()}
-    found: list[nn.Module] = []
-
-    def look(module: nn.Module, _: Any, output: Any) -> None:
-        # A layer's hook runs before that of what contains it: the first is the innermost.
-        if not found and not is_finite(output):
-            found.append(module)
-
-    handles = [module.register_forward_hook(look) for module in names]
-    try:
-        with torch.no_grad():
-            model(images)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if not found:
-        return "the output of every layer is finite, and only the loss is not"
-    kind, name = type(found[0]).__name__, names[found[0]]
-    which = f"of layer {name!r} ({kind})" if name else f"of the model itself ({kind})"
-    broken = "" if all(map(is_finite, found[0].parameters())) else ", whose weights are not finite"
-    return f"the first output that is not finite is that {which}{broken}"
-
-
-def is_finite(value: Any) -> bool:
-    """Returns whether all numbers in a tensor, or in a nest of tensors, are finite."""
-    if isinstance(value, torch.Tensor):
-        return not value.is_floating_point() or bool(torch.isfinite(value).all())
-    if isinstance(value, dict):
-        value = list(value.values())
-    return not isinstance(value, list | tuple) or all(map(is_finite, value))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -312,8 +177,12 @@ class Trainer:
         loaders = build_loaders(args, data, accelerator.num_processes)
         self.test_is_eval = loaders[1] is loaders[2]
         self.model, self.optimizer, self.train_loader = accelerator.prepare(model, optimizer, loaders[0])
-        self.eval_loader = loaders[1] and accelerator.prepare(loaders[1])
-        self.test_loader = self.eval_loader if self.test_is_eval else loaders[2] and accelerator.prepare(loaders[2])
+        # Not by their truth, which asks for their length: a stream may not know it.
+        self.eval_loader = None if loaders[1] is None else accelerator.prepare(loaders[1])
+        if self.test_is_eval or loaders[2] is None:
+            self.test_loader = self.eval_loader if self.test_is_eval else None
+        else:
+            self.test_loader = accelerator.prepare(loaders[2])
         self.eval_name = "test" if self.test_is_eval else "val"
 
         self.updates_per_epoch = math.ceil(len(self.train_loader) / args.grad_accum_steps)
@@ -587,7 +456,8 @@ class Trainer:
         self.sums, self.epoch_started = torch.zeros_like(self.sums), now
         self.progress.set_postfix(shown)
         if self.run is not None and accelerator.is_main_process:
-            write_log(self.run.work / "log.csv", self.columns, position.rows)
+            with told_failure(self.run):
+                write_log(self.run.work / "log.csv", self.columns, position.rows)
         if improved:
             self.export("best")
         if args.tracker:
@@ -633,7 +503,7 @@ class Trainer:
         if not accelerator.is_main_process:
             return
         model = accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        try:
+        with told_failure(self.run):
             if name is None:
                 save_model(self.run.work, model, self.args, self.data, state)
                 return
@@ -643,14 +513,13 @@ class Trainer:
             save_model(part, model, self.args, self.data, state)
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)
-        except OSError as error:
-            raise RecipeError(
-                f"--output {str(self.run)!r} cannot be written ({error.strerror}); make room there"
-            ) from error
 
 
 def run_identity(args: argparse.Namespace, data: Data, processes: int) -> dict[str, Any]:
     """Returns what has to be the same when a run is resumed: its arguments, processes and data."""
-    return dict(
+    same = dict(
         plain(vars(args)), num_processes=processes, train_images=len(data.train), classes=list(data.label_names)
     )
+    if args.streaming:
+        same["stream_workers"] = loader_workers(args, data)  # they share the shards, which decides the order
+    return same

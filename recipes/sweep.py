@@ -89,7 +89,7 @@ NO_DATA = (
 )
 NO_SOURCE = (*NO_DATA, "img_size", "train_limit", "val_fraction", "test_fraction", "split_seed", "augment")
 # What decides a run's result beside the package.
-CODE = ("train", "data", "building", "engine", "checkpoints", "options", "records", "streaming")
+CODE = ("train", "data", "building", "engine", "evaluation", "checkpoints", "options", "streaming")
 CFG_KEYS = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
 
 METRICS = (

@@ -19,10 +19,11 @@ Until it is complete it is called `<folder>.part` and holds checkpoints, from wh
 are then the same, bit by bit, as those of a run that was never stopped.
 
 `options.py` has the arguments, `data.py` the images, `building.py` what is made of timm's parts, `engine.py` the loop,
-`checkpoints.py` what is saved on the way and `records.py` what is told of a run.
+`evaluation.py` what measures it, `checkpoints.py` what is saved on the way and `records.py` what is told of a run.
 """
 
 import argparse
+import gc
 import json
 import platform
 import signal
@@ -37,9 +38,9 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from building import build_model, build_optimizer, check_names, enable_grad_checkpointing
-from checkpoints import WRITE_ERRORS, RunFolder, check_same_run, find_checkpoint, remove_folder, write_text
-from data import Data, ImageDecodeError, RecipeError, load_data, one_line
-from engine import DivergedError, Objective, Stopped, StopSignal, Trainer
+from checkpoints import RunFolder, check_same_run, find_checkpoint, remove_folder, told_failure, write_text
+from data import Data, ImageDecodeError, RecipeError, load_data
+from engine import DivergedError, Objective, Trainer
 from options import (
     Parser,
     add_augmentation_options,
@@ -57,6 +58,7 @@ from options import (
     report,
 )
 from records import check_trackers, draw_plot, start_trackers
+from signals import Stopped, StopSignal
 from timm.models import get_pretrained_cfg
 from torch import nn
 
@@ -231,15 +233,11 @@ def begin(args: argparse.Namespace, accelerator: Accelerator, trainer: Trainer, 
 
 def write_results(args: argparse.Namespace, run: RunFolder, results: dict[str, Any], rows: list[dict]) -> None:
     """Writes results.json and plot.png."""
-    try:
+    with told_failure(run):
         text = json.dumps(results, indent=2, default=str, allow_nan=False)
         write_text(run.work / "results.json", text + "\n")
         if not args.no_plot:
             draw_plot(run.work / "plot.png", rows, f"{args.model} on {args.dataset}")
-    except WRITE_ERRORS as error:
-        raise RecipeError(
-            f"--output {str(run)!r} cannot be written ({one_line(error)}); make room there, then add --resume auto"
-        ) from error
 
 
 def versions() -> dict[str, str]:
@@ -333,6 +331,8 @@ def run_program(program: str, action: Callable[[StopSignal], None]) -> int:
     except KeyboardInterrupt as interruption:
         report("interrupted; nothing was written", program)
         return 128 + (interruption.args[0] if interruption.args else signal.SIGINT)
+    finally:
+        gc.collect()  # an error's traceback may hold a loader, whose workers end with it
     return 0
 
 
