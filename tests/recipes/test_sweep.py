@@ -1,5 +1,6 @@
 """recipes/sweep.py: tuning, resuming, sharing a ledger, and the summary's numbers, on digits and with tiny nets."""
 
+import hashlib
 import json
 import math
 import os
@@ -576,3 +577,31 @@ def test_train_py_can_leave_the_test_set_out(tmp_path: Path, capsys):
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert 0 <= results["test_top1"] <= 1 and math.isfinite(results["test_loss"])
     assert (tmp_path / "run" / "log.csv").read_text().splitlines()[0] == "epoch,train_loss,train_top1,lr,seconds"
+
+
+COMMITTED = sorted((ROOT / "recipes").rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize("ledger", COMMITTED, ids=lambda path: path.stem)
+def test_keys_of_finished_runs_stay_what_they_are(ledger: Path):
+    """An argument that train.py gets later must not make a run that is done look like one that is missing."""
+    records = [json.loads(line) for line in ledger.read_text().splitlines()]
+    assert records
+    for record in records:
+        arguments = dict(record["arguments"])
+        args = harness.to_args(arguments, str(ledger))
+        kept = harness.ledger_arguments(args, arguments["dataset"])
+        assert kept == arguments
+        assert hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16] == record["key"]
+
+
+def test_every_argument_changes_the_key_unless_it_cannot_change_the_result():
+    before = harness.to_args({"model": "mlp_cifar"}, "test")
+    changes = {"mixup": 0.2, "grad_accum_steps": 2, "model_ema": True, "reprob": 0.1, "sched": "linear"}
+    for name, value in changes.items():
+        after = harness.to_args({"model": "mlp_cifar", name: value}, "test")
+        changed = harness.ledger_arguments(after, "digits")
+        assert changed == harness.ledger_arguments(before, "digits") | {name: value}
+    for name, value in {"workers": 2, "checkpoint_steps": 5, "no_plot": True}.items():
+        after = harness.to_args({"model": "mlp_cifar", name: value}, "test")
+        assert harness.ledger_arguments(after, "digits") == harness.ledger_arguments(before, "digits")
