@@ -11,7 +11,7 @@ import torch
 from conftest import environment_for
 from huggingface_hub import HfApi
 from local_hub import WRITE_TOKEN, serve
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save_file
 
 from affdiv_zoo.hub import pull, push
 
@@ -19,7 +19,7 @@ COMMAND = ("-c", "from affdiv_zoo.cli import app; app()")
 
 LOAD = """
 import json, sys
-import torch, timm, transformers
+import torch, timm
 import affdiv_zoo
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 from PIL import Image
@@ -30,6 +30,8 @@ with torch.no_grad():
     by_timm = timm.create_model(f"hf-hub:{repo}", pretrained=True).eval()(images)
     model = AutoModelForImageClassification.from_pretrained(repo).eval()
     by_transformers = model(images).logits
+for again in sys.argv[2:]:
+    affdiv_zoo.push_to_hub(model, again)
 image = Image.new("RGB", (32, 32), (200, 30, 90))
 classify = pipeline("image-classification", model=repo)
 processor = AutoImageProcessor.from_pretrained(repo)
@@ -47,7 +49,9 @@ print(json.dumps({
 def run_python(environment, *args, check=True):
     """A Python process with other environment variables; the other settings, such as coverage's, stay."""
     command = [sys.executable, *args]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=check)
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0 or not check, done.stderr
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,7 @@ def test_the_command_pushed(published):
 
 def test_timm_and_transformers_load_it_then_without_a_network_too(published, saved_run):
     hub, environment, _ = published
-    online = json.loads(run_python(environment, "-c", LOAD, "user/net").stdout)
+    online = json.loads(run_python(environment, "-c", LOAD, "user/net", "user/again").stdout)
     expected = expected_logits(saved_run)
     assert torch.equal(torch.tensor(online["timm"]), expected)
     assert torch.equal(torch.tensor(online["transformers"]), expected)
@@ -84,6 +88,11 @@ def test_timm_and_transformers_load_it_then_without_a_network_too(published, sav
     assert online["labels"] == ["circle", "square", "star"]
     assert {answer["label"] for answer in online["pipeline"]} == {"circle", "square", "star"}
     assert online["pixels"] == [1, 3, 32, 32]
+
+    # What transformers loaded, push_to_hub publishes again.
+    first, again = hub.model("user/net").tree(), hub.model("user/again").tree()
+    assert load(hub.read("user/again", "model.safetensors")).keys() == load_file(saved_run / "model.safetensors").keys()
+    assert set(first) == set(again)
 
     asked = len(hub.log)
     offline = json.loads(run_python({**environment, "HF_HUB_OFFLINE": "1"}, "-c", LOAD, "user/net").stdout)
