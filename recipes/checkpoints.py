@@ -47,7 +47,7 @@ EMA = "ema.safetensors"
 FREE = (
     *("config", "output", "overwrite", "resume", "no_progress", "no_plot", "tracker", "project", "log_interval"),
     *("workers", "eval_batch_size", "checkpoint_interval", "checkpoint_steps", "checkpoint_hist", "keep_checkpoints"),
-    *("check_interval",),
+    *("check_interval", "diagnose_every"),
 )
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # torch's writer turns a full disk into a RuntimeError
 

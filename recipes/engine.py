@@ -27,7 +27,7 @@ from checkpoints import RunFolder, load_checkpoint, save_checkpoint, told_failur
 from data import Data, RecipeError, check_skipped, cpu_workers, sample_bits
 from evaluation import evaluate, find_nonfinite, in_memory_format
 from options import plain
-from records import write_log
+from records import write_divergence, write_log
 from signals import Stopped, StopSignal, leave_signals_to_parent
 from streaming import train_loader as stream_loader
 from timm.utils import ModelEmaV3, distribute_bn
@@ -35,6 +35,8 @@ from timm.utils.agc import adaptive_clip_grad
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from tqdm import tqdm
+
+from affdiv_zoo.diagnostics import DivergenceLogger
 
 # images, logits, labels (class numbers, or shares of the classes under Mixup) -> the mean loss
 Objective = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -117,6 +119,7 @@ class Position:
         lr: The rate of the last update.
         seconds: What the run took so far.
         epoch_seconds: What the epoch took so far.
+        divergence: What `--diagnose-every` found so far.
     """
 
     epoch: int = 0
@@ -129,6 +132,7 @@ class Position:
     lr: float = 0.0
     seconds: float = 0.0
     epoch_seconds: float = 0.0
+    divergence: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Trainer:
@@ -196,6 +200,7 @@ class Trainer:
         self.started = self.epoch_started = 0.0
         self.eval_result: tuple[float, float, int] | None = None
         self.stopping = False
+        self.divergence = self._build_divergence(criterion)
 
     def _build_ema(self, model: nn.Module) -> ModelEmaV3 | None:
         args, accelerator = self.args, self.accelerator
@@ -206,6 +211,16 @@ class Trainer:
         # Before `prepare`, which would have it copy the wrappers.
         model.to(accelerator.device)
         return ModelEmaV3(model, decay=args.model_ema_decay, use_warmup=args.model_ema_warmup)
+
+    def _build_divergence(self, criterion: nn.Module) -> DivergenceLogger | None:
+        args, accelerator = self.args, self.accelerator
+        if args.diagnose_every is None:
+            return None
+        if accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            raise RecipeError(
+                f"--diagnose-every does not work with {accelerator.distributed_type.value}, which splits the weights"
+            )
+        return DivergenceLogger(args.diagnose_every, loss_fn=criterion)
 
     # What a checkpoint is made of -----------------------------------------------------------------------------------
 
@@ -265,6 +280,8 @@ class Trainer:
         # Summed on the device, where the images are.
         kind = torch.float64 if self.accelerator.device.type == "cpu" else torch.float32
         self.sums = torch.tensor(position.sums, dtype=kind, device=self.accelerator.device)
+        if self.divergence is not None and position.divergence:
+            self.divergence.load_state_dict(position.divergence)
         self.progress = tqdm(
             total=self.total,
             initial=position.updates,
@@ -283,6 +300,9 @@ class Trainer:
                 self.raise_if_stopping()
             metrics = self.metrics()
             self.export(None)
+            if self.divergence is not None and self.run is not None and self.accelerator.is_main_process:
+                with told_failure(self.run):
+                    write_divergence(args, self.run.work, self.divergence)
         return metrics, position.rows
 
     def out_of_patience(self) -> bool:
@@ -332,6 +352,8 @@ class Trainer:
         if self.mixup is not None:
             images, labels = self.mixup(images, labels)
         images = in_memory_format(images, args.channels_last)
+        if self.divergence is not None and batch % args.grad_accum_steps == 0:
+            self.diagnose(images, labels)
         with accelerator.accumulate(self.model):
             logits = self.model(images)
             loss = self.objective(images, logits, labels)
@@ -357,6 +379,20 @@ class Trainer:
             if args.tracker and position.updates % args.log_interval == 0:
                 accelerator.log({"train/loss": loss.item(), "lr": position.lr}, step=position.updates)
             self.progress.update()
+
+    def diagnose(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """Diagnoses the coming update if it is one of those of `--diagnose-every`; nothing of the training changes.
+
+        All processes do, since layers such as synchronised BatchNorms may wait for each other; the main one's counts.
+        """
+        position = self.position
+        report = self.divergence.on_step(self.model, images, labels, position.updates)
+        if report is None:
+            return
+        position.divergence = self.divergence.state_dict()
+        if self.args.tracker:
+            numbers = {f"divergence/{key}": value for key, value in report.summary().items()}
+            self.accelerator.log(numbers, step=position.updates)
 
     def clip_gradients(self) -> None:
         """Bounds the gradient as `--clip-mode` says."""
@@ -500,6 +536,7 @@ class Trainer:
             return
         accelerator = self.accelerator
         state = accelerator.get_state_dict(self.model) if self.ema is None else self.ema.module.state_dict()
+        state = {key.replace("_orig_mod.", ""): value for key, value in state.items()}  # of torch.compile
         if not accelerator.is_main_process:
             return
         model = accelerator.unwrap_model(self.model, keep_torch_compile=False)

@@ -136,10 +136,14 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what the model is and how it is run."""
+def add_model_options(
+    parser: argparse.ArgumentParser,
+    default: str = "resnet20_cifar_patchnorm",
+    what: str = "a model name of timm or of affdiv_zoo",
+) -> None:
+    """Adds what the model is and how it is run. `what` tells of the names that there are."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default="resnet20_cifar_patchnorm", help="a model name of timm or of affdiv_zoo")
+    group.add_argument("--model", default=default, help=what)
     group.add_argument(
         "--model-kwargs",
         type=model_kwarg,
@@ -301,9 +305,9 @@ def add_training_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     group.add_argument("--lr", type=positive, default=1e-2, help="highest learning rate")
     group.add_argument("--weight-decay", type=not_negative, default=0.05, help="weight decay")
     group.add_argument("--momentum", type=below_one, default=0.9, help="momentum, for optimizers with one")
-    group.add_argument("--opt-eps", type=positive, metavar="EPS", help="the optimizer's epsilon; its own without it")
+    group.add_argument("--opt-eps", type=positive, metavar="EPS", help="epsilon, for optimizers with one; its own without it")
     group.add_argument(
-        "--opt-betas", type=below_one, nargs="+", metavar="BETA", help="the optimizer's betas; its own without it"
+        "--opt-betas", type=below_one, nargs="+", metavar="BETA", help="betas, for optimizers with some; its own without it"
     )
     group.add_argument(
         "--layer-decay",
@@ -411,6 +415,13 @@ def add_output_options(parser: argparse.ArgumentParser, folder: str) -> None:
         help="also log to these; into the run folder or as their own settings say",
     )
     group.add_argument("--project", default="affdiv_zoo", help="the trackers' project")
+    group.add_argument(
+        "--diagnose-every",
+        type=count,
+        metavar="UPDATES",
+        help="measure every layer's divergence so often, on up to 32 of the batch's images, into divergence.json and "
+        "divergence.png; the training is not changed, and each time costs about two updates",
+    )
     group.add_argument(
         "--log-interval", type=count, default=10, metavar="UPDATES", help="log the loss to the trackers so often"
     )

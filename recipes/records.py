@@ -13,6 +13,8 @@ from checkpoints import write_text
 from data import RecipeError
 from options import plain
 
+from affdiv_zoo.diagnostics import DivergenceLogger
+
 AVAILABLE = dict(tensorboard=is_tensorboard_available, trackio=is_trackio_available, wandb=is_wandb_available)
 
 
@@ -41,6 +43,19 @@ def write_log(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) 
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
+
+
+def write_divergence(args: argparse.Namespace, folder: Path, divergence: DivergenceLogger) -> None:
+    """Writes divergence.json and divergence.png, if anything was diagnosed."""
+    if not divergence.reports:
+        return
+    divergence.save(folder / "divergence.json")
+    if args.no_plot:
+        return
+    try:
+        divergence.plot(folder / "divergence.png", f"{args.model} on {args.dataset}")
+    except ImportError as error:
+        print(f"no divergence.png: {error}", file=sys.stderr)
 
 
 def draw_plot(path: Path, rows: list[dict[str, Any]], title: str) -> None:

@@ -13,6 +13,7 @@ nothing. A run writes one folder, which timm loads as `local-dir:<folder>`:
     results.json        metrics, arguments, versions and times
     log.csv             one row per epoch
     plot.png            loss, accuracy and learning rate
+    divergence.json     with --diagnose-every: the divergence of every layer over the training; divergence.png shows it
     args.yaml           the arguments, for --config
 
 Until it is complete it is called `<folder>.part` and holds checkpoints, from which `--resume auto` goes on. The weights
@@ -36,10 +37,10 @@ import accelerate
 import timm
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, DynamoBackend, set_seed
 from building import build_model, build_optimizer, check_names, enable_grad_checkpointing
 from checkpoints import RunFolder, check_same_run, find_checkpoint, remove_folder, told_failure, write_text
-from data import Data, ImageDecodeError, RecipeError, load_data
+from data import Data, ImageDecodeError, RecipeError, listed, load_data
 from engine import DivergedError, Objective, Trainer
 from options import (
     Parser,
@@ -168,6 +169,9 @@ def fit(
     enable_grad_checkpointing(args, model)
     build_optimizer(args, model)  # the real one comes later, but its errors should not
     check_trackers(args)
+    backends = [backend.value.lower() for backend in DynamoBackend]
+    if args.torchcompile is not None and args.torchcompile.lower() not in backends:
+        raise RecipeError(f"--torchcompile {args.torchcompile!r} is none of accelerate's backends: {listed(backends)}")
     run = None if output is None else RunFolder(output)
     accelerator = Accelerator(
         mixed_precision=args.mixed_precision,
