@@ -210,7 +210,8 @@ def save_model(
     Args:
         folder: An existing folder, which gets `model.safetensors` and `config.json`.
         model: The model, without wrappers.
-        args: The recipe's arguments; `model_kwargs` is what timm needs to make the model again.
+        args: The recipe's arguments; `model_kwargs` is what timm needs to make the model again, unless the model has an
+            attribute `recipe_model_args` that says it.
         data: The data, for classes and preprocessing.
         state: The weights, if they are not the model's own.
     """
@@ -231,7 +232,7 @@ def save_model(
             model,
             path,
             model_config=dict(label_names=label_names, pretrained_cfg=pretrained_cfg),
-            model_args=args.model_kwargs,
+            model_args=getattr(model, "recipe_model_args", args.model_kwargs),
         )
     finally:
         model.pretrained_cfg = usual

@@ -29,8 +29,12 @@ DEFAULT_MODEL = "resnet20_cifar_patchnorm.cifar10"  # bundled with the package
 LOAD_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, AssertionError)
 
 
-def complete_name(name: str) -> str:
+def complete_name(name: str, option: str = "--model") -> str:
     """Returns the name of a trained model as timm takes it.
+
+    Args:
+        name: The name as the user gives it.
+        option: The option it is the value of, for messages.
 
     Raises:
         RecipeError: There is no such model, or it has no weights.
@@ -40,28 +44,28 @@ def complete_name(name: str) -> str:
     if name.startswith("local-dir:"):
         folder = Path(name.removeprefix("local-dir:"))
         if not (folder / "config.json").is_file():
-            raise RecipeError(f"--model {name!r}: there is no {str(folder / 'config.json')!r}; name a run's folder")
+            raise RecipeError(f"{option} {name!r}: there is no {str(folder / 'config.json')!r}; name a run's folder")
         if not any(folder.glob("*.safetensors")):
-            raise RecipeError(f"--model {name!r}: the folder holds no weights; expected model.safetensors")
+            raise RecipeError(f"{option} {name!r}: the folder holds no weights; expected model.safetensors")
         return name
     if name.startswith(("hf-hub:", "hf_hub:")):
         return name
     if ":" in name or "/" in name or Path(name).is_dir():
         raise RecipeError(
-            f"--model {name!r}: no such folder with a config.json; name one, a repository as hf-hub:owner/name, or a "
+            f"{option} {name!r}: no such folder with a config.json; name one, a repository as hf-hub:owner/name, or a "
             "model of timm or affdiv_zoo"
         )
     if not timm.is_model(name):
-        raise RecipeError(f"--model {name!r} is unknown to timm{did_you_mean(name, timm.list_models())}")
+        raise RecipeError(f"{option} {name!r} is unknown to timm{did_you_mean(name, timm.list_models())}")
     try:
         has_weights = get_pretrained_cfg(name).has_weights
     except RuntimeError as error:
         tags = timm.list_models(f"{name.partition('.')[0]}.*", pretrained=True)
-        raise RecipeError(f"--model {name!r}: {one_line(error)} Names with weights: {listed(tags)}") from error
+        raise RecipeError(f"{option} {name!r}: {one_line(error)} Names with weights: {listed(tags)}") from error
     if not has_weights:
         bundled = affdiv_zoo.list_models(pretrained=True)
         raise RecipeError(
-            f"--model {name!r} has no trained weights; name a folder with some, a timm model of "
+            f"{option} {name!r} has no trained weights; name a folder with some, a timm model of "
             f"timm.list_models(pretrained=True), or of affdiv_zoo: {listed(bundled)}"
         )
     return name
@@ -102,15 +106,27 @@ def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
         ) from error
 
 
-def origin(name: str) -> tuple[str, dict[str, Any]]:
-    """Returns what makes a trained model's net again: timm's architecture, and the keywords that were saved with it."""
-    if name.startswith("local-dir:"):
-        _, architecture, arguments = load_model_config_from_path(name.removeprefix("local-dir:"))
-    elif name.startswith(("hf-hub:", "hf_hub:")):
-        _, architecture, arguments = load_model_config_from_hf(name.partition(":")[2])
-    else:
-        architecture, arguments = name.partition(".")[0], {}
-    return architecture, dict(arguments or {})
+def saved_config(name: str) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Returns what is known of a trained model without its weights.
+
+    Args:
+        name: What `complete_name` returns.
+
+    Returns:
+        timm's pretrained_cfg; timm's name of the architecture; and the keywords that were saved with it.
+
+    Raises:
+        RecipeError: Its configuration cannot be had.
+    """
+    if not name.startswith(("local-dir:", "hf-hub:", "hf_hub:")):
+        return get_pretrained_cfg(name).to_dict(), name.partition(".")[0], {}
+    go_offline_if_unreachable(name)
+    read = load_model_config_from_path if name.startswith("local-dir:") else load_model_config_from_hf
+    try:
+        cfg, architecture, arguments = read(name.partition(":")[2])
+    except LOAD_ERRORS as error:
+        raise RecipeError(f"--model {name!r} cannot be loaded ({one_line(error)})") from error
+    return dict(cfg), architecture, dict(arguments or {})
 
 
 def input_config(model: nn.Module, img_size: int | None = None) -> dict[str, Any]:

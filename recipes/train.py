@@ -26,6 +26,7 @@ are then the same, bit by bit, as those of a run that was never stopped.
 import argparse
 import gc
 import json
+import os
 import platform
 import signal
 import sys
@@ -307,6 +308,19 @@ def interrupt(number: int, _: Any) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
+def check_processes() -> None:
+    """Raises a RecipeError if the launcher has started several processes that do not know of each other.
+
+    accelerate takes a machine without GPUs for one that was not meant: each process would be a run of its own.
+    """
+    wanted = int(os.environ.get("WORLD_SIZE", "1"))
+    if PartialState().num_processes != wanted:
+        raise RecipeError(
+            f"the launcher has started {wanted} processes, which do not find each other; on CPUs, set "
+            "ACCELERATE_USE_CPU=true in the environment"
+        )
+
+
 def run_program(program: str, action: Callable[[StopSignal], None]) -> int:
     """Runs a recipe and turns expected errors and signals into one line and a status.
 
@@ -320,6 +334,7 @@ def run_program(program: str, action: Callable[[StopSignal], None]) -> int:
     stop = StopSignal()
     try:
         with stop.installed():
+            check_processes()
             action(stop)
     except ImageDecodeError as error:
         # A loader worker's error arrives with its traceback as the message, and from any process.
