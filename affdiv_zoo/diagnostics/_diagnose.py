@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from affdiv_zoo.diagnostics._attention import logit_updates
 from affdiv_zoo.diagnostics._optimizer import optimizer_step
-from affdiv_zoo.diagnostics._record import Attention, Layer, Record, not_covered, run, untouched
+from affdiv_zoo.diagnostics._record import Attention, Layer, Record, logits_name, not_covered, run, untouched
 from affdiv_zoo.diagnostics._updates import LayerUpdates, layer_updates
 from affdiv_zoo.diagnostics._verify import Params, verify_layer, verify_logits
 from affdiv_zoo.diagnostics._whole import whole_step as measure_whole_step
@@ -102,11 +102,14 @@ def diagnose(
     with torch.no_grad(), torch.autocast(device, enabled=False):
         found = list(_entries(record, steps, verify, whole, selected))
     order = [name for name, _ in model.named_modules()]
-    behind = {f"{a.name}.logits": a.query.layer.name for a in record.attentions}  # logits after their projections
-    report.layers = sorted(found, key=lambda e: order.index(behind.get(e.name, e.name).partition("[")[0]))
+    place = lambda name: order.index(name.partition("[")[0])  # noqa: E731
+    behind = {  # logits stand after their projections
+        logits_name(a.name): max(place(a.query.layer.name), place(a.key.layer.name)) for a in record.attentions
+    }
+    report.layers = sorted(found, key=lambda e: behind[e.name] if e.name in behind else place(e.name))
     if patterns is not None and not report.layers:
         names = [layer.name for layer in record.layers if not layer.why_not] + [
-            a.name + ".logits" for a in record.attentions
+            logits_name(a.name) for a in record.attentions
         ]
         raise ValueError(f"layers={layers!r} matches none of the covered layers: {', '.join(names)}")
     if not report.layers:
@@ -126,7 +129,7 @@ def _entries(
     """The report's entries, layer by layer, so that few updates are held at a time."""
     updates: dict[int, LayerUpdates] = {}
     deltas: dict[int, Params] = {}
-    waiting = [a for a in record.attentions if a.grad is not None and selected(f"{a.name}.logits")]
+    waiting = [a for a in record.attentions if a.grad is not None and selected(logits_name(a.name))]
     sums = {a.name: _Sums(len([b for b in waiting if b.name == a.name])) for a in waiting}
     for layer in record.layers:
         wanted = [selected(layer.name + part.label) for part in layer.map.parts] if layer.map else []
@@ -238,7 +241,7 @@ def _add_logits(
 
 def _logits_entry(attention: Attention, sums: _Sums) -> LayerDivergence:
     correction = "none" if attention.scale is not None else attention.module.attention
-    return sums.entry(f"{attention.name}.logits", "logits", correction)
+    return sums.entry(logits_name(attention.name), "logits", correction)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

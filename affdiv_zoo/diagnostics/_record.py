@@ -230,13 +230,17 @@ class _Watch(TorchFunctionMode):
         if module in self._attention_of_proj and args and args[0].requires_grad:
             self._values[self._attention_of_proj[module]] = get_gradient_edge(args[0])
 
-    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         while self._stack and self._stack.pop() is not module:
             pass  # an exception that the model itself caught left modules behind
         if module in self.by_module:
+            if isinstance(output, Tensor) and output._is_view() and output.requires_grad:
+                # What changes a view in place takes its history over, and with it the edge that the gradient comes by.
+                output = output.clone()
             self._record(self.by_module[module], module, args, kwargs, output)
         elif _is_timm_attention(module):
             self._record_timm_attention(module, args, kwargs)
+        return output
 
     def _record(self, layer: Layer, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         if layer.why_not:
@@ -254,7 +258,8 @@ class _Watch(TorchFunctionMode):
         if x.ndim == (len(module.kernel_size) + 1 if map.conv else 1):
             x, z = x.unsqueeze(0), z.unsqueeze(0)
         act = getattr(module, "act", "none") if is_corrected(module) else "none"
-        if act == "none" and len(given) == 1 and x.numel():
+        residual = is_corrected(module) and len(given) > 1
+        if act == "none" and not residual and x.numel():
             bias = None if module.bias is None else module.bias.detach()
             with _no_autocast(x):
                 same = agrees(map, wide(x[:1]), wide(z[:1]), module.weight.detach(), bias)
@@ -418,6 +423,11 @@ def run(model: nn.Module, inputs: Any, loss_of: Callable[[Any], Tensor], keep: b
     return Record(list(watch.layers.values()), watch.attentions, watch.unreached, first.shape[0], loss.item(), by_param)
 
 
+def logits_name(attention: str) -> str:
+    """What an attention module's logits are called in the report."""
+    return f"{attention}.logits" if attention else "logits"
+
+
 def not_covered(model: nn.Module, record: Record) -> Iterator[tuple[str, str, int, str]]:
     """Every module with parameters of its own that the record does not cover: name, class, parameters and why."""
     affine = {layer.module: layer for layer in record.layers}
@@ -443,9 +453,9 @@ def not_covered(model: nn.Module, record: Record) -> Iterator[tuple[str, str, in
                 why = f"not a linear layer or convolution: {', '.join(own)}"
             yield name, kind, count, why
         if name in record.unreached and name not in reached:
-            yield f"{name}.logits", kind, 0, record.unreached[name]
+            yield logits_name(name), kind, 0, record.unreached[name]
         elif is_attention(module) and name not in reached:
-            yield f"{name}.logits", kind, 0, "its logits, if it has any, do not pass through torch's fused attention"
+            yield logits_name(name), kind, 0, "its logits, if it has any, do not pass through torch's fused attention"
 
 
 def wide(x: Tensor) -> Tensor:

@@ -80,7 +80,10 @@ def test_plain_divergence_is_the_formula() -> None:
 @pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("attention", [None, *KINDS])
-def test_gradient_of_the_logits_is_autograds(attention: str | None, fused: bool, mask: str) -> None:
+def test_gradient_of_the_logits_is_autograds(
+    attention: str | None, fused: bool, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("affdiv_zoo.diagnostics._attention.CHUNK", 1)  # each sample by itself
     make = timm.layers.Attention if attention is None else CorrectedAttention
     attn = make(8, 2, **({} if attention is None else {"attention": attention})).double()
     attn.fused_attn = fused
@@ -94,7 +97,9 @@ def test_gradient_of_the_logits_is_autograds(attention: str | None, fused: bool,
         "float": {"attn_mask": torch.randn(4, 4, dtype=torch.float64)},
     }[mask]
     (a,) = run(Probe(attn), {"x": x, **kwargs}, lambda out: (out**3).mean()).attentions
-    (u,) = list(logit_updates(a, {id(a.query.layer): layer_updates(a.query.layer, 3)}))
+    chunks = list(logit_updates(a, {id(a.query.layer): layer_updates(a.query.layer, 3)}))
+    assert len(chunks) == 3
+    ideal, valid = (torch.cat([getattr(u, key) for u in chunks]) for key in ("ideal", "valid"))
 
     logits = logits_by_hand(attn, x, attn.qkv(x)).detach().requires_grad_()
     v = attn.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)[2]
@@ -107,8 +112,8 @@ def test_gradient_of_the_logits_is_autograds(attention: str | None, fused: bool,
         shown = logits + kwargs["attn_mask"]
     out = attn.proj((shown.softmax(-1) @ v).transpose(1, 2).reshape(3, 4, 8))
     (want,) = torch.autograd.grad((out**3).mean(), logits)
-    torch.testing.assert_close(u.ideal, want)
-    assert u.valid.sum() == (shown > -torch.inf).sum()
+    torch.testing.assert_close(ideal, want)
+    assert valid.sum() == (shown > -torch.inf).sum()
 
 
 @pytest.mark.parametrize("attention", KINDS)
@@ -152,3 +157,29 @@ def test_options_of_timms_attention(options: dict, reached: bool, why: str) -> N
     if options == {"attn_drop": 0.1}:
         report = diagnose(Probe(attn).eval(), x, x, lambda out, x: F.mse_loss(out, x))
         assert report["attn.logits"].divergence > 0
+
+
+class Rotated(nn.Module):
+    """Attention by torch's function, its queries multiplied before, in place or not, or not at all."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.q, self.kv, self.how = nn.Linear(8, 8), nn.Linear(8, 16), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, (k, v) = self.q(x), self.kv(x).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (q, k, v))
+        if self.how == "in place":
+            q.mul_(2.0)
+        elif self.how == "new":
+            q = q * 2.0
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("how", ["not", "new", "in place"])
+def test_queries_that_are_no_longer_the_layers_output_are_noticed(how: str) -> None:
+    x = torch.randn(3, 5, 8).double()
+    report = diagnose(Rotated(how).double(), x, x, lambda out, x: F.mse_loss(out, x), verify=True)
+    assert [e.name for e in report.layers] == (["q", "kv", "logits"] if how == "not" else ["q", "kv"])
+    assert [e.name for e in report.not_covered] == ([] if how == "not" else ["logits"])
+    assert report.max_verify_error < 1e-6

@@ -146,6 +146,21 @@ def test_a_real_step_of_one_layer_in_the_whole_model(name: str) -> None:
     assert report[name].norm_ratio == pytest.approx((effective.norm() / ideal.norm()).item(), rel=1e-4)
 
 
+def test_what_changes_an_output_in_place_is_no_harm() -> None:
+    """Token by token, where torch's linear layer returns a view, and for a convolution, where it does not."""
+    nets = [
+        nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace), nn.Flatten(), nn.Linear(20, 3)) for inplace in (True, False)
+    ]
+    nets += [
+        nn.Sequential(nn.Conv1d(4, 5, 3), nn.ReLU(inplace), nn.Flatten(), nn.Linear(20, 3)) for inplace in (True, False)
+    ]
+    x, y = torch.randn(4, 4, 6).double(), torch.tensor([0, 1, 2, 0])
+    for first, second in (nets[:2], nets[2:]):
+        second.load_state_dict(first.state_dict())
+        a, b = (diagnose(net.double(), x, y, verify=True, whole_step=True).to_dict() for net in (first, second))
+        assert a == b and len(a["layers"]) == 2
+
+
 def test_parts_by_hand() -> None:
     """Two samples of one linear layer: x_1 . x_2 + 1 = 3, ||x||^2 + 1 = 6 and 3."""
     net = nn.Sequential(nn.Linear(3, 2)).double()
