@@ -249,7 +249,7 @@ def test_a_pull_that_fails_leaves_nothing_damaged(hub, client, run, tmp_path, me
 def test_an_old_snapshot_is_no_answer_to_a_failure(hub, client, run):
     push(run, "user/net")
     pull("user/net")
-    hub.fault("GET", "/api/models/", status=500, times=ALWAYS)
+    hub.fault("GET", r"/api/models/user/net(/revision/\w+)?$", status=500, times=ALWAYS)
     with pytest.raises(HubError, match="run this again later"):
         pull("user/net")
 
