@@ -88,9 +88,11 @@ def build_model(args: argparse.Namespace, data: Data) -> nn.Module:
     except (TypeError, ValueError, KeyError, AssertionError) as error:
         if kwargs:
             timm.create_model(args.model, **own)  # raises if the keywords are not to blame
-            given = " ".join(f"{key}={value}" for key, value in kwargs.items())
-            option = "--model-kwargs" if args.model_kwargs else "--drop, --drop-path:"
-            raise RecipeError(f"{option} {given}: {args.model} does not take that ({one_line(error)})") from error
+            given = [f"{key}={value}" for key, value in args.model_kwargs.items()]
+            given = ["--model-kwargs", *given] if given else []
+            given += [f"--drop {args.drop}"] if args.drop is not None else []
+            given += [f"--drop-path {args.drop_path}"] if args.drop_path is not None else []
+            raise RecipeError(f"{' '.join(given)}: {args.model} does not take that ({one_line(error)})") from error
         if "img_size" in own:
             raise RecipeError(
                 f"--model {args.model!r} cannot be made for {height}x{width} images ({one_line(error)}); "

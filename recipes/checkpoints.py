@@ -229,10 +229,15 @@ class RunFolder:
         if self.output.exists():
             self.output.rename(old)
         self.work.rename(self.output)
+        self.tidy(keep_checkpoints)
+
+    def tidy(self, keep_checkpoints: bool) -> None:
+        """Removes what a complete run has no need of, and what a kill on its last way has left."""
         if not keep_checkpoints:
             remove_folder(self.output / "checkpoints")
-        for old in self.output.parent.glob(f".{self.output.name}.old-*"):
-            shutil.rmtree(old, ignore_errors=True)
+        leftovers = [*self.output.glob(".checkpoints.old-*"), *self.output.parent.glob(f".{self.output.name}.old-*")]
+        for folder in leftovers:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------------------------------------

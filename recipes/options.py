@@ -305,10 +305,8 @@ def add_training_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     group.add_argument("--lr", type=positive, default=1e-2, help="highest learning rate")
     group.add_argument("--weight-decay", type=not_negative, default=0.05, help="weight decay")
     group.add_argument("--momentum", type=below_one, default=0.9, help="momentum, for optimizers with one")
-    group.add_argument("--opt-eps", type=positive, metavar="EPS", help="epsilon, for optimizers with one; its own without it")
-    group.add_argument(
-        "--opt-betas", type=below_one, nargs="+", metavar="BETA", help="betas, for optimizers with some; its own without it"
-    )
+    group.add_argument("--opt-eps", type=positive, metavar="EPS", help="epsilon, for optimizers with one")
+    group.add_argument("--opt-betas", type=below_one, nargs="+", metavar="BETA", help="betas, for optimizers with some")
     group.add_argument(
         "--layer-decay",
         type=number(float, 0, 1, low_open=True),

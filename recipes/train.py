@@ -38,7 +38,7 @@ import accelerate
 import timm
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DataLoaderConfiguration, DynamoBackend, set_seed
+from accelerate.utils import DataLoaderConfiguration, DynamoBackend, parse_flag_from_env, set_seed
 from building import build_model, build_optimizer, check_names, enable_grad_checkpointing
 from checkpoints import RunFolder, check_same_run, find_checkpoint, remove_folder, told_failure, write_text
 from data import Data, ImageDecodeError, RecipeError, listed, load_data
@@ -268,6 +268,8 @@ def is_finished(args: argparse.Namespace) -> bool:
         return False
     old = json.loads((args.output / "results.json").read_text())["arguments"]
     check_same_run(f"--resume auto: {str(args.output)!r}", old, json.loads(json.dumps(plain(vars(args)))))
+    if PartialState().is_main_process:
+        run.tidy(args.keep_checkpoints)
     return True
 
 
@@ -314,7 +316,8 @@ def check_processes() -> None:
     accelerate takes a machine without GPUs for one that was not meant: each process would be a run of its own.
     """
     wanted = int(os.environ.get("WORLD_SIZE", "1"))
-    if PartialState().num_processes != wanted:
+    # Accelerator's own way to make it, which PartialState() alone does not go.
+    if PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")).num_processes != wanted:
         raise RecipeError(
             f"the launcher has started {wanted} processes, which do not find each other; on CPUs, set "
             "ACCELERATE_USE_CPU=true in the environment"
