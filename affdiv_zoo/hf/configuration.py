@@ -3,7 +3,7 @@
 import difflib
 import functools
 import json
-from typing import Any
+from typing import Any, Self
 
 import timm
 import torch
@@ -76,7 +76,7 @@ class AffDivConfig(BackboneConfigMixin, TimmWrapperConfig):
             self.set_output_features_output_indices(out_features, out_indices)
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "AffDivConfig":
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
         """From what timm or transformers saved; ``id2label`` alone also sets the number of classes."""
         labels = kwargs.get("id2label")
         if labels is not None:

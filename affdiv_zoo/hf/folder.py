@@ -112,15 +112,11 @@ def save_pretrained(
     Raises:
         ValueError: timm did not make the model, or there is not one name per class.
     """
-    if not getattr(model, "pretrained_cfg", None):
-        raise ValueError(f"model is a {type(model).__name__} that timm.create_model did not make")
-    if label_names is not None and len(label_names) != model.num_classes:
-        raise ValueError(f"label_names has {len(label_names)} names, the model {model.num_classes} classes")
+    labels = timm_labels(model, label_names)
     directory = Path(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        labels = {} if label_names is None else {"label_names": list(label_names)}
         save_for_hf(model, temporary, model_config=labels, model_args=model_args, safe_serialization=True)
         complete_folder(temporary)
         directory.mkdir(exist_ok=True)
@@ -128,6 +124,17 @@ def save_pretrained(
             os.replace(file, directory / file.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def timm_labels(model: nn.Module, label_names: Sequence[str] | None) -> dict[str, Any]:
+    """timm's ``model_config`` with the labels, after the checks that :func:`save_pretrained` tells of."""
+    if not getattr(model, "pretrained_cfg", None):
+        raise ValueError(f"model is a {type(model).__name__} that timm.create_model did not make")
+    if label_names is None:
+        return {}
+    if len(label_names) != model.num_classes:
+        raise ValueError(f"label_names has {len(label_names)} names, the model {model.num_classes} classes")
+    return {"label_names": list(label_names)}
 
 
 def write_text(path: Path, text: str) -> None:

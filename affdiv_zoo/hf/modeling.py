@@ -7,15 +7,18 @@ whatever a checkpoint does not have, non-persistent buffers included, is filled 
 
 import contextlib
 import itertools
+import json
 import os
 import re
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
 from timm.layers import Format
+from timm.models._hub import save_config_for_hf
 from torch import Tensor
 from transformers.backbone_utils import BackboneMixin
 from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
@@ -29,7 +32,7 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import (
 )
 
 from affdiv_zoo.hf.configuration import AffDivConfig
-from affdiv_zoo.hf.folder import REMOTE_CODE_FILE, remote_code, write_text
+from affdiv_zoo.hf.folder import REMOTE_CODE_FILE, remote_code, timm_labels, write_text
 
 # Weights on disk have timm's names; the models have them behind "timm_model.", as TimmWrapper's.
 register_checkpoint_conversion_mapping(
@@ -74,13 +77,10 @@ class AffDivPreTrainedModel(TimmWrapperPreTrainedModel):
         if not missing:
             return
         if self._fresh is None:
-            model = self.timm_model
-            named = itertools.chain(model.named_parameters(), model.named_buffers())
-            wanted = {name for name, t in named if not getattr(t, "_is_hf_initialized", False)}
+            wanted = {n for n, t in _tensors(self.timm_model) if not getattr(t, "_is_hf_initialized", False)}
             with torch.device("cpu"):
                 fresh = self._create_model()
-            named = itertools.chain(fresh.named_parameters(), fresh.named_buffers())
-            self._fresh = {name: t.detach() for name, t in named if name in wanted}
+            self._fresh = {name: t.detach() for name, t in _tensors(fresh) if name in wanted}
         prefix = next(name for name, m in self.timm_model.named_modules() if m is module)
         with torch.no_grad():
             for name, tensor in missing.items():
@@ -104,35 +104,32 @@ class AffDivPreTrainedModel(TimmWrapperPreTrainedModel):
         return self.config.create_model(0)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> "AffDivPreTrainedModel":
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Self:
         """As in transformers; pickled weights only where ``use_safetensors=False`` asks for them."""
         kwargs.setdefault("use_safetensors", True)
         return super().from_pretrained(*args, **kwargs)
 
     @classmethod
-    def from_timm(cls, model: nn.Module, label_names: list[str] | None = None) -> "AffDivPreTrainedModel":
+    def from_timm(
+        cls, model: nn.Module, label_names: Sequence[str] | None = None, model_args: dict[str, Any] | None = None
+    ) -> Self:
         """A transformers model with the architecture and a copy of the weights of a timm model.
 
         Args:
             model: What ``timm.create_model`` made.
             label_names: Of the classes, in order.
+            model_args: The keywords that ``timm.create_model`` was given; timm versions before 1.0.30 do not remember
+                them.
 
         Raises:
-            ValueError: As :func:`affdiv_zoo.hf.save_pretrained`, or the class needs a classifier and there is none.
+            ValueError: As :func:`affdiv_zoo.hf.save_pretrained`; the class needs a classifier, and the model has none;
+                or the model was changed.
         """
-        import json
-        import tempfile
-
-        from timm.models._hub import save_config_for_hf
-
-        if not getattr(model, "pretrained_cfg", None):
-            raise ValueError(f"model is a {type(model).__name__} that timm.create_model did not make")
-        if label_names is not None and len(label_names) != model.num_classes:
-            raise ValueError(f"label_names has {len(label_names)} names, the model {model.num_classes} classes")
+        labels = timm_labels(model, label_names)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
-            save_config_for_hf(model, path, {} if label_names is None else {"label_names": list(label_names)})
-            config = AffDivConfig.from_dict(json.loads(path.read_text()))
+            save_config_for_hf(model, path, labels, model_args)
+            config = AffDivConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
         weight = next(model.parameters())
         wrapped = cls(config).to(weight.device, weight.dtype)
         missing = wrapped.timm_model.load_state_dict(model.state_dict(), strict=False).missing_keys
@@ -140,13 +137,15 @@ class AffDivPreTrainedModel(TimmWrapperPreTrainedModel):
             raise ValueError(f"model has no {', '.join(missing)}: it was changed after timm.create_model")
         return wrapped.train(model.training)
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
         """As in transformers. timm loads the folder, too; see :mod:`affdiv_zoo.hf.folder`."""
         adapters_only = getattr(self, "_hf_peft_config_loaded", False)
-        if kwargs.get("is_main_process", True) and not adapters_only and not os.path.isfile(save_directory):
+        if is_main_process and not adapters_only and not os.path.isfile(save_directory):
             os.makedirs(save_directory, exist_ok=True)
             write_text(Path(save_directory) / REMOTE_CODE_FILE, remote_code())
-        super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -347,6 +346,12 @@ class AffDivBackbone(BackboneMixin, AffDivPreTrainedModel):
             feature_maps=tuple(maps[i] for i in self.out_indices),
             hidden_states=tuple(maps.values()) if every else None,
         )
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, each under all of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _attentions(model: nn.Module) -> list[nn.Module]:

@@ -33,8 +33,8 @@ LABELS = ["a", "b", "c", "d", "e", "f", "g"]
 
 # With the size of the images that each takes.
 MODELS = {
-    "resnet20_cifar_patchnorm": (dict(correction="norm", center=False), (3, 32, 32)),
-    "resnet20_cifar": ({}, (3, 32, 32)),
+    "resnet20_cifar_patchnorm": (dict(depth=8, correction="norm", center=False), (3, 32, 32)),
+    "resnet20_cifar": (dict(depth=8), (3, 32, 32)),
     "vit_nano_patch4_32_affine": (dict(depth=2, attention="logit"), (3, 32, 32)),
     "mixer_s32_224_affine": (dict(num_blocks=1, img_size=64), (3, 64, 64)),
     "mlp_cifar_affine": (dict(width=16, depth=2, in_chans=1), (1, 32, 32)),
@@ -118,7 +118,7 @@ def test_a_model_without_classifier_loads_in_timm_as_one(cls, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kwargs", "size"),
     (
-        ("test_resnet", {}, 64),
+        pytest.param("test_resnet", {}, 64, marks=pytest.mark.slow),
         ("swin_tiny_patch4_window7_224", dict(depths=(1, 1), embed_dim=24, num_heads=(2, 2), img_size=56), 56),
         ("eva02_tiny_patch14_224", dict(depth=1, embed_dim=48, num_heads=2, img_size=56), 56),
     ),

@@ -6,14 +6,11 @@ import pytest
 import timm
 import torch
 import torch.nn as nn
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, get_peft_model
 
-peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
-
-from peft import IA3Config, LoHaConfig, LoraConfig, PeftModel, get_peft_model  # noqa: E402
-
-from affdiv_zoo.functional import norm_like_linear  # noqa: E402
-from affdiv_zoo.hf import AffDivConfig, AffDivForImageClassification, register_lora  # noqa: E402
-from affdiv_zoo.layers import CorrectedLinear, PatchNormConv1d, PatchNormConv2d, PatchNormConv3d  # noqa: E402
+from affdiv_zoo.functional import norm_like_linear
+from affdiv_zoo.hf import AffDivConfig, AffDivForImageClassification, register_lora
+from affdiv_zoo.layers import CorrectedLinear, PatchNormConv1d, PatchNormConv2d, PatchNormConv3d
 
 LAYERS = {
     "linear": (lambda **k: CorrectedLinear(6, 5, **k), (3, 6)),
@@ -146,7 +143,7 @@ def test_bfloat16_merges_exactly():
     ("architecture", "targets", "modules"),
     (
         ("vit_nano_patch4_32_affine", ["qkv", "proj", "fc1", "fc2", "head"], {"depth": 2}),
-        ("resnet20_cifar_patchnorm", ["conv1", "conv2", "fc"], {"depth": 8}),
+        pytest.param("resnet20_cifar_patchnorm", ["conv1", "conv2", "fc"], {"depth": 8}, marks=pytest.mark.slow),
         ("mlp_cifar_affine", "all-linear", {"width": 16, "depth": 2}),
     ),
 )

@@ -23,12 +23,17 @@ def x():
     return torch.randn(2, 3, 32, 32)
 
 
-@pytest.fixture(params=(VIT, RESNET), ids=("vit", "resnet"))
+@pytest.fixture(params=("vit", "resnet"))
 def folder(request, tmp_path):
     torch.manual_seed(1)
-    config = AffDivConfig(**request.param, id2label=dict(enumerate(NAMES)))
+    config = AffDivConfig(**{"vit": VIT, "resnet": RESNET}[request.param], id2label=dict(enumerate(NAMES)))
     AffDivForImageClassification(config).save_pretrained(tmp_path)
     return tmp_path
+
+
+one_by_default = pytest.mark.parametrize(
+    "folder", ("vit", pytest.param("resnet", marks=pytest.mark.slow)), indirect=True
+)
 
 
 def initial(config):
@@ -256,6 +261,7 @@ def test_backbone_features_are_timms(arguments, indices, x, tmp_path):
         AffDivBackbone.from_pretrained(tmp_path, out_features=["nowhere"])
 
 
+@one_by_default
 def test_torch_compile(folder, x):
     model = AutoModelForImageClassification.from_pretrained(folder)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -320,6 +326,7 @@ def trainer(folder, output, **kwargs):
     return Trainer(model, arguments, train_dataset=Colours(48), eval_dataset=Colours(24), compute_metrics=accuracy)
 
 
+@one_by_default
 def test_trainer_trains_resumes_and_evaluates(folder, tmp_path):
     whole = trainer(folder, tmp_path / "whole")
     before = whole.evaluate()

@@ -47,13 +47,20 @@ NAMES = "AutoBackbone, AutoConfig, AutoImageProcessor, AutoModel, AutoModelForIm
 @pytest.mark.parametrize(
     "imports",
     (
-        f"import affdiv_zoo\nfrom transformers import {NAMES}",
-        f"from transformers import {NAMES}\nimport affdiv_zoo",
         # Modules that import the Auto classes in the middle of their own import, and one of ours first.
-        f"import affdiv_zoo.hf.configuration\nimport transformers.trainer\nfrom transformers import {NAMES}",
-        f"import transformers.models.auto.configuration_auto\nimport affdiv_zoo\nfrom transformers import {NAMES}",
+        pytest.param(
+            f"import affdiv_zoo.hf.configuration\nimport transformers.trainer\nfrom transformers import {NAMES}",
+            id="plugin first, nested",
+        ),
+        pytest.param(
+            f"import transformers.models.auto.configuration_auto\nimport affdiv_zoo\nfrom transformers import {NAMES}",
+            id="transformers first, half",
+        ),
+        pytest.param(f"import affdiv_zoo\nfrom transformers import {NAMES}", id="plugin first", marks=pytest.mark.slow),
+        pytest.param(
+            f"from transformers import {NAMES}\nimport affdiv_zoo", id="transformers first", marks=pytest.mark.slow
+        ),
     ),
-    ids=("plugin-first", "transformers-first", "nested", "half"),
 )
 def test_every_auto_class_finds_ours_whatever_is_imported_first(imports, folder, tmp_path):
     out = python(imports + AUTO, tmp_path, str(folder))
@@ -92,6 +99,7 @@ except ValueError as error:
     assert "trust_remote_code=True" in out
 
 
+@pytest.mark.slow
 def test_with_the_plugin_installed_remote_code_leads_to_it(folder, tmp_path):
     code = """
 import sys

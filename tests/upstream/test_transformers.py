@@ -21,8 +21,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-
-transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+import transformers
 
 OFFLINE = "AFFDIV_ZOO_OFFLINE"
 

@@ -1,5 +1,0 @@
-"""Shared by the tests of the transformers side."""
-
-import pytest
-
-pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
