@@ -141,3 +141,15 @@ def to_list(name: str, value: int | Sequence[int], dims: int) -> list[int]:
     if isinstance(value, str) or len(value) != dims:
         raise ValueError(f"{name}={value!r}: expected a number or {dims} numbers, one per spatial dimension")
     return list(value)
+
+
+def check_model_name(name: str) -> None:
+    """Raises a ValueError, which suggests close names, unless timm knows a model's name, with or without a tag."""
+    import difflib
+
+    import timm
+
+    if not timm.is_model(name.split(".")[0]):
+        close = difflib.get_close_matches(name.split(".")[0], timm.list_models(), 2)
+        hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() has the names"
+        raise ValueError(f"{name!r} is no timm model: {hint}")

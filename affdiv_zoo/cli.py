@@ -10,8 +10,18 @@ import affdiv_zoo
 app = typer.Typer(help="Affine-like layers and PatchNorm models for timm.", no_args_is_help=True, add_completion=False)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(affdiv_zoo.__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
     """Affine-like layers and PatchNorm models for timm."""
 
 

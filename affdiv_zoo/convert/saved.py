@@ -15,7 +15,7 @@ from timm.data import create_transform, resolve_data_config
 from timm.models import build_model_with_cfg, generate_default_cfgs, load_checkpoint, register_model
 from timm.models._hub import save_for_hf
 
-from affdiv_zoo._checks import check_choice
+from affdiv_zoo._checks import check_choice, check_model_name
 from affdiv_zoo.convert._convert import apply_plan, convert
 from affdiv_zoo.convert._report import ConversionReport
 
@@ -105,7 +105,7 @@ def check_directory(directory: Path, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file: name a folder")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
-        raise FileExistsError(f"{directory} is not empty: name another folder, or overwrite it")
+        raise FileExistsError(f"{directory} is not empty: name another folder, or pass --overwrite (overwrite=True)")
 
 
 def convert_to_directory(
@@ -131,8 +131,7 @@ def convert_to_directory(
     """
     check_choice("center", center, ("auto", "true", "false"))
     check_directory(directory, overwrite)  # before minutes of work
-    if not timm.is_model(name.split(".")[0]):
-        raise ValueError(f"{name!r} is no timm model: timm.list_models() has the names")
+    check_model_name(name)
     if checkpoint is not None and not checkpoint.is_file():
         raise FileNotFoundError(f"--checkpoint {checkpoint}: no such file")
     pairs = [pair.partition("=") for pair in model_kwargs]

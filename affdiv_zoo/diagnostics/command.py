@@ -11,6 +11,7 @@ import yaml
 from timm.data import ImageDataset, create_transform, resolve_data_config
 from torch import Tensor, nn
 
+from affdiv_zoo._checks import check_model_name
 from affdiv_zoo.convert.saved import check_directory
 from affdiv_zoo.diagnostics._diagnose import diagnose
 from affdiv_zoo.diagnostics._files import write_whole
@@ -82,8 +83,8 @@ def diagnose_to_directory(
             raise ValueError(f"--model-kwargs {pair!r}: expected key=value")
         kwargs[key] = yaml.safe_load(value)
     for name in names:
-        if ":" not in name and not timm.is_model(name.split(".")[0]):
-            raise ValueError(f"{name!r} is no timm model: timm.list_models() has the names")
+        if ":" not in name:
+            check_model_name(name)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
 

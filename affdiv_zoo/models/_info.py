@@ -1,6 +1,5 @@
 """What a model is made of, for the command line. Models are built on the meta device: no memory, no weights."""
 
-import difflib
 import inspect
 import textwrap
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ import torch.nn as nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from affdiv_zoo._checks import check_model_name
 from affdiv_zoo.layers import CorrectedAttention
-from affdiv_zoo.models import list_models
 
 
 def info(name: str) -> str:
@@ -28,12 +27,7 @@ def info(name: str) -> str:
         ValueError: There is no such model; the message suggests names close to it.
     """
     base = name.split(".")[0]
-    if not timm.is_model(base):
-        close = difflib.get_close_matches(base, list_models(), 2) or difflib.get_close_matches(
-            base, timm.list_models(), 2
-        )
-        hint = f"did you mean {' or '.join(close)}?" if close else "`affdiv-zoo list` prints the names"
-        raise ValueError(f"there is no model {name!r}: {hint}")
+    check_model_name(name)
     with torch.device("meta"):
         model = timm.create_model(base).eval()
     cfg = model.pretrained_cfg

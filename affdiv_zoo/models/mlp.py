@@ -223,6 +223,10 @@ class AffineMlpNet(InitCorrected, MlpNet):
     def __init__(
         self, *, correction: Correction = "affine", center: bool = False, scale: Scale = "rms", **kwargs: Any
     ) -> None:
+        if "norm" in kwargs:
+            raise TypeError(
+                f"norm={kwargs['norm']!r}: a corrected net has no norms; mlp_cifar is the net with a choice"
+            )
         super().__init__(norm="none", **kwargs)
         self.correction, self.center, self.scale = correction, center, scale
         for layer in self.layers:

@@ -78,6 +78,7 @@ def test_a_full_folder_is_refused_unless_told(tmp_path):
     ("args", "message"),
     (
         (["no_such_model"], "is no timm model"),
+        (["resnet18_patchnrm"], "did you mean resnet18_patchnorm"),
         (["test_resnet", "--correction", "batch"], "correction='batch'"),
         (["test_resnet", "--center", "maybe"], "center='maybe'"),
         (["test_resnet", "--model-kwargs", "num_classes"], "expected key=value"),

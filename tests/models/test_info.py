@@ -81,7 +81,7 @@ def test_macs(name, giga):
     (
         ("resnet18_pachnorm", "resnet18_patchnorm"),
         ("convnext_tny", "convnext_tiny"),
-        ("???", "affdiv-zoo list"),
+        ("???", "timm.list_models()"),
     ),
 )
 def test_an_unknown_name_is_answered_with_one_line(name, hint):
@@ -89,3 +89,8 @@ def test_an_unknown_name_is_answered_with_one_line(name, hint):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1 and name in result.stderr and hint in result.stderr
+
+
+def test_version():
+    result = run("--version")
+    assert result.exit_code == 0 and result.output.strip() == affdiv_zoo.__version__

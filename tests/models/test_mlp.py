@@ -83,3 +83,8 @@ def test_both_nets_start_alike():
             assert not layer.fc.bias.any()
     paper = timm.create_model("mlp_cifar_affine", scale="l2")
     assert paper.layers[3].fc.weight.std().item() == pytest.approx(1.0, rel=0.05)
+
+
+def test_the_corrected_net_takes_no_norm():
+    with pytest.raises(TypeError, match="norm='layer'.*mlp_cifar"):
+        timm.create_model("mlp_cifar_affine", norm="layer")
