@@ -22,10 +22,8 @@ CITATION = """@article{bird2025affine,
 # What datasets are called by people.
 DATASETS = {
     "uoft-cs/cifar10": "CIFAR-10",
-    "cifar10": "CIFAR-10",
     "digits": "scikit-learn's digits",
 }
-HUB_IDS = {"cifar10": "uoft-cs/cifar10"}
 _MAPS = (CorrectedLinear, PatchNormConv1d, PatchNormConv2d, PatchNormConv3d)
 
 
@@ -62,11 +60,8 @@ def record_of(folder: str | Path) -> dict[str, Any]:
     if results_file.is_file():
         results = json.loads(results_file.read_text(encoding="utf-8"))
         known = ("test_top1", "test_loss", "val_top1", "val_loss", "test_images", "train_images", "epochs", "updates")
-        arguments = dict(results.get("arguments") or {})
-        name = str(results.get("dataset", "")) or None
-        if name and Path(name).is_absolute() or name and name.startswith("."):
-            name = Path(name).resolve().name  # a place on somebody's machine tells nobody anything
-            arguments["dataset"] = name
+        arguments = {key: _portable(value) for key, value in (results.get("arguments") or {}).items()}
+        name = _portable(str(results.get("dataset") or "")) or None
         record |= {
             "dataset": name,
             "seed": results.get("seed"),
@@ -76,6 +71,17 @@ def record_of(folder: str | Path) -> dict[str, Any]:
             "versions": results.get("versions"),
         }
     return record
+
+
+def _portable(value: Any) -> Any:
+    """A path without its folders, since a place on somebody's machine tells nobody anything; all else as it is."""
+    if (
+        isinstance(value, str)
+        and value
+        and (Path(value).is_absolute() or value.startswith(".") or Path(value).exists())
+    ):
+        return Path(value).resolve().name
+    return value
 
 
 def render_card(record: dict[str, Any], repo_id: str | None = None) -> str:
@@ -99,7 +105,7 @@ def render_card(record: dict[str, Any], repo_id: str | None = None) -> str:
 
 def _metadata(record: dict[str, Any], name: str) -> ModelCardData:
     dataset = record.get("dataset")
-    hub_id = HUB_IDS.get(dataset, dataset) if dataset != "digits" else None
+    hub_id = dataset if dataset and "/" in dataset else None  # else a local one's name
     accuracy = record.get("metrics", {}).get("test_top1")
     results = None
     if accuracy is not None:
@@ -107,7 +113,7 @@ def _metadata(record: dict[str, Any], name: str) -> ModelCardData:
             EvalResult(
                 task_type="image-classification",
                 task_name="Image classification",
-                dataset_type=hub_id or "digits",
+                dataset_type=hub_id or dataset or "unknown",
                 dataset_name=_dataset(record),
                 dataset_split="test",
                 metric_type="accuracy",

@@ -110,6 +110,23 @@ def test_a_run_folder_has_a_card(swept, tmp_path):
     assert "hf-hub:someone/net" in card and str(tmp_path) not in card
 
 
+def test_a_card_names_no_place_on_this_machine(tmp_path):
+    data, configuration = tmp_path / "my-images", tmp_path / "own.yaml"
+    data.mkdir()
+    configuration.touch()
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            dict(architecture="resnet20_cifar_patchnorm", num_classes=2, pretrained_cfg=dict(input_size=[3, 32, 32]))
+        )
+    )
+    arguments = dict(dataset=str(data), config=str(configuration), opt="adamw")
+    (tmp_path / "results.json").write_text(json.dumps(dict(dataset=str(data), arguments=arguments, test_top1=0.5)))
+    record = record_of(tmp_path)
+    assert record["dataset"] == "my-images" and record["arguments"]["config"] == "own.yaml"
+    card = render_card(record)
+    assert str(tmp_path) not in card and "my-images" in card and "datasets:" not in card.split("---")[1]
+
+
 def test_card_has_the_records_figures():
     record = dict(
         architecture="resnet20_cifar_patchnorm",
