@@ -166,7 +166,7 @@ class Page(HTMLParser):
 def test_the_page_is_self_contained_and_complete(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     mine, other = report("mine <b>&"), report("other")
-    other.layers.append(layer("extra", cosine=math.pi / 4))
+    other.layers.append(layer("extra<i>", cosine=math.pi / 4))
     mine.save_html(path, [other])
     source = path.read_text()
     page = Page(source)
@@ -175,6 +175,7 @@ def test_the_page_is_self_contained_and_complete(tmp_path: Path) -> None:
     assert not re.search(r"url\((?!#)|@import|<link|<iframe", source)
     assert "<b>&" not in source.replace("<b>&amp;", "") and "mine &lt;b&gt;&amp;" in source
     text = " ".join(page.text)
+    assert "extra<i>" not in source and "extra&lt;i&gt;" in source
     for shown in ("a.fc1", "head", "extra", "0.785", "a remark", "2 LayerNorm (norm, norm2): a normaliser", "1e-09"):
         assert shown in text, shown
     rows = source.partition("<h2>Layers</h2>")[2].partition("<tbody>")[2].partition("</tbody>")[0].split("<tr>")[1:]
