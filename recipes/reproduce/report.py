@@ -296,15 +296,20 @@ def not_below(what: str, figure: Interval | None) -> Part:
 
 
 def verdict(parts: list[Part]) -> str:
-    """Reproduced if all parts hold, not if none does and one fails, undecided if all are open, else partly."""
+    """Reproduced if all parts hold, not if none does and one fails, undecided if all are open, else partly.
+
+    "So far" if there are no runs for some of the parts.
+    """
     outcomes = [part.outcome for part in parts if part.outcome != NO_RUNS]
     if not outcomes:
         return NO_RUNS
     if all(outcome == HOLDS for outcome in outcomes):
-        return "reproduced" if len(outcomes) == len(parts) else "partly"
-    if HOLDS not in outcomes:
-        return "not reproduced" if FAILS in outcomes else "undecided"
-    return "partly"
+        found = "reproduced"
+    elif HOLDS in outcomes:
+        found = "partly"
+    else:
+        found = "not reproduced" if FAILS in outcomes else "undecided"
+    return found if len(outcomes) == len(parts) else f"{found} so far"
 
 
 def usual(results: Results) -> list[Cell]:
@@ -382,17 +387,17 @@ def batch_hypothesis(results: Results) -> list[Part]:
     def rho(method: str) -> Interval | None:
         return correlation(by_batch_size(results, method))
 
-    parts = [below(f"{method}: correlation", rho(method)) for method in ("affine", "affine_centred")]
-    return parts + [not_below(f"{method}: correlation", rho(method)) for method in ("batch", "none")]
+    parts = [below(f"correlation of {method}", rho(method)) for method in ("affine", "affine_centred")]
+    return parts + [not_below(f"correlation of {method}", rho(method)) for method in ("batch", "none")]
 
 
 def batch_relative(results: Results) -> list[Part]:
     """This takes out what the batch size, and so the number of updates, does to any net."""
     parts = [
-        below(f"{method} less none: correlation", correlation(by_batch_size(results, method, "none")))
+        below(f"correlation of {method} less none", correlation(by_batch_size(results, method, "none")))
         for method in ("affine", "affine_centred")
     ]
-    name = "batch less none: correlation"
+    name = "correlation of batch less none"
     return [*parts, not_below(name, correlation(by_batch_size(results, "batch", "none")))]
 
 
@@ -877,7 +882,7 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
         parts = claim.check(results)
         outcome = verdict(parts)
         if claim.whose == "question":
-            outcome = {"reproduced": "yes", "not reproduced": "no"}.get(outcome, outcome)
+            outcome = re.sub("(not )?reproduced", lambda match: "no" if match[1] else "yes", outcome)
         tally = collections.Counter(part.outcome for part in parts)
         figure = "; ".join(f"{part.what}: {part.figure.mean:+.2f}" for part in parts if part.figure)
         counts = ", ".join(f"{tally[name]} {name}" for name in (HOLDS, OPEN, FAILS, NO_RUNS) if tally[name])
@@ -899,7 +904,8 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
     text += [
         "",
         "Accuracies in points of per cent. The verdict follows from the parts below: *reproduced* if all hold, *not "
-        "reproduced* if none holds and one fails, *undecided* if all intervals contain the bound, else *partly*.\n",
+        "reproduced* if none holds and one fails, *undecided* if all intervals contain the bound, else *partly*; "
+        "*so far* if some parts have no runs yet.\n",
         *(f"![{title}]({figures}/{name})\n" for name, (title, _) in drawings(results).items()),
         f"All accuracies: [fully connected]({figures}/fully_connected.md), [convolutional]({figures}/cnn.md), "
         f"[batch size]({figures}/batch_size.md).\n",

@@ -176,7 +176,8 @@ def test_outcomes(low, high, outcomes):
     ("outcomes", "verdict"),
     (
         (("holds", "holds"), "reproduced"),
-        (("holds", "no runs"), "partly"),
+        (("holds", "no runs"), "reproduced so far"),
+        (("fails", "no runs"), "not reproduced so far"),
         (("holds", "open"), "partly"),
         (("holds", "fails"), "partly"),
         (("open", "fails"), "not reproduced"),
