@@ -6,7 +6,14 @@ What writes folders needs no transformers; the four classes are imported with it
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from affdiv_zoo.hf.folder import REMOTE_CODE_FILE, complete_config, complete_folder, remote_code, save_pretrained
+from affdiv_zoo.hf.folder import (
+    REMOTE_CODE_FILE,
+    ChangedModelError,
+    complete_config,
+    complete_folder,
+    remote_code,
+    save_pretrained,
+)
 
 if TYPE_CHECKING:
     from affdiv_zoo.hf.configuration import AffDivConfig
@@ -19,6 +26,7 @@ __all__ = [
     "AffDivConfig",
     "AffDivForImageClassification",
     "AffDivModel",
+    "ChangedModelError",
     "complete_config",
     "complete_folder",
     "register_lora",

@@ -18,10 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import timm
+import torch
 import torch.nn as nn
 from timm.models._hub import save_for_hf
 
-__all__ = ["REMOTE_CODE_FILE", "complete_config", "complete_folder", "remote_code", "save_pretrained"]
+__all__ = [
+    "REMOTE_CODE_FILE",
+    "ChangedModelError",
+    "complete_config",
+    "complete_folder",
+    "remote_code",
+    "save_pretrained",
+]
 
 REMOTE_CODE_FILE = "modeling_affdiv.py"
 
@@ -34,6 +43,10 @@ AUTO_MAP = {
     "AutoModelForImageClassification": "AffDivForImageClassification",
     "AutoBackbone": "AffDivBackbone",
 }
+
+
+class ChangedModelError(ValueError):
+    """A model is no longer what its architecture and keywords make."""
 
 
 def complete_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +123,7 @@ def save_pretrained(
         model_args: The keywords that ``timm.create_model`` was given; timm versions before 1.0.30 do not remember them.
 
     Raises:
+        ChangedModelError: The model was changed after timm made it; a ValueError.
         ValueError: timm did not make the model, or there is not one name per class.
     """
     labels = timm_labels(model, label_names)
@@ -119,6 +133,7 @@ def save_pretrained(
     try:
         save_for_hf(model, temporary, model_config=labels, model_args=model_args, safe_serialization=True)
         complete_folder(temporary)
+        _check_rebuilt(model, json.loads((temporary / "config.json").read_text(encoding="utf-8")))
         directory.mkdir(exist_ok=True)
         for file in sorted(temporary.iterdir(), key=lambda f: f.name == "config.json"):  # last: what loaders look for
             os.replace(file, directory / file.name)
@@ -135,6 +150,22 @@ def timm_labels(model: nn.Module, label_names: Sequence[str] | None) -> dict[str
     if len(label_names) != model.num_classes:
         raise ValueError(f"label_names has {len(label_names)} names, the model {model.num_classes} classes")
     return {"label_names": list(label_names)}
+
+
+def _check_rebuilt(model: nn.Module, config: dict[str, Any]) -> None:
+    """Raises ChangedModelError unless the configuration makes a model with the same weights' names and shapes."""
+    with torch.device("meta"):
+        again = timm.create_model(
+            config["architecture"], num_classes=config["num_classes"], **config.get("model_args", {})
+        )
+    ours, theirs = ({k: tuple(v.shape) for k, v in m.state_dict().items()} for m in (model, again))
+    wrong = sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k))
+    if wrong:
+        raise ChangedModelError(
+            f"model has {wrong[0]} of shape {ours.get(wrong[0])}, which timm.create_model({config['architecture']!r}) "
+            f"makes with shape {theirs.get(wrong[0])}: give the keywords as model_args, and save a converted model "
+            "with affdiv_zoo.convert.save_converted"
+        )
 
 
 def write_text(path: Path, text: str) -> None:

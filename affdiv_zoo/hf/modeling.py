@@ -32,7 +32,7 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import (
 )
 
 from affdiv_zoo.hf.configuration import AffDivConfig
-from affdiv_zoo.hf.folder import REMOTE_CODE_FILE, remote_code, timm_labels, write_text
+from affdiv_zoo.hf.folder import REMOTE_CODE_FILE, ChangedModelError, remote_code, timm_labels, write_text
 
 # Weights on disk have timm's names; the models have them behind "timm_model.", as TimmWrapper's.
 register_checkpoint_conversion_mapping(
@@ -122,8 +122,8 @@ class AffDivPreTrainedModel(TimmWrapperPreTrainedModel):
                 them.
 
         Raises:
-            ValueError: As :func:`affdiv_zoo.hf.save_pretrained`; the class needs a classifier, and the model has none;
-                or the model was changed.
+            ChangedModelError: As :func:`affdiv_zoo.hf.save_pretrained`.
+            ValueError: Likewise; or the class needs a classifier, and the model has none.
         """
         labels = timm_labels(model, label_names)
         with tempfile.TemporaryDirectory() as folder:
@@ -132,9 +132,11 @@ class AffDivPreTrainedModel(TimmWrapperPreTrainedModel):
             config = AffDivConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
         weight = next(model.parameters())
         wrapped = cls(config).to(weight.device, weight.dtype)
-        missing = wrapped.timm_model.load_state_dict(model.state_dict(), strict=False).missing_keys
-        if missing:
-            raise ValueError(f"model has no {', '.join(missing)}: it was changed after timm.create_model")
+        missing, unknown = wrapped.timm_model.load_state_dict(model.state_dict(), strict=False)
+        if missing or (unknown and wrapped.timm_model.num_classes):  # a model without classifier leaves one behind
+            raise ChangedModelError(
+                f"model lacks {missing} and has {unknown}, beside what timm.create_model makes: it was changed since"
+            )
         return wrapped.train(model.training)
 
     def save_pretrained(

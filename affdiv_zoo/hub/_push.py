@@ -18,7 +18,7 @@ from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
 from affdiv_zoo.convert import ConversionReport
 from affdiv_zoo.convert.saved import save_converted
-from affdiv_zoo.hf import save_pretrained
+from affdiv_zoo.hf import ChangedModelError, save_pretrained
 from affdiv_zoo.hub._errors import FolderError, HubError, explained, retried
 from affdiv_zoo.hub._folder import CONFIG, RESULTS, Folder, prepare
 
@@ -223,6 +223,7 @@ def push_to_hub(
         HubError: The Hub could not be reached or refused; the message says what to do.
         ValueError: timm did not make the model, or an argument does not fit it.
     """
+    hint = "if affdiv_zoo.convert made it: pass report=, which convert returned with it"
     with tempfile.TemporaryDirectory(prefix="affdiv_zoo-") as temporary:
         folder = Path(temporary, "model")
         args = None if model_args is None else dict(model_args)
@@ -236,7 +237,10 @@ def push_to_hub(
                 known = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
                 label_names = known if len(known) == model.num_classes else None
             if report is None:
-                save_pretrained(model, folder, label_names=label_names, model_args=args)
+                try:
+                    save_pretrained(model, folder, label_names=label_names, model_args=args)
+                except ChangedModelError as error:
+                    raise FolderError(f"the {type(model).__name__}", [str(error), hint]) from error
             else:
                 save_converted(model, report, folder, model_args=args)
                 if label_names is not None:
@@ -256,7 +260,6 @@ def push_to_hub(
                 dry_run=dry_run,
             )
         except FolderError as error:
-            hint = "if affdiv_zoo.convert made it: pass report=, which convert returned with it"
             raise FolderError(f"the {type(model).__name__}", [*error.problems, hint]) from error
 
 

@@ -186,6 +186,11 @@ def test_mistakes_are_named(tmp_path):
     for function in (lambda m: save_pretrained(m, tmp_path / "out"), AffDivModel.from_timm):
         with pytest.raises(ValueError, match="Linear that timm.create_model did not make"):
             function(torch.nn.Linear(2, 2))
+    converted, _ = affdiv_zoo.convert(timm.create_model("test_resnet"), "affine")
+    with pytest.raises(ValueError, match="bn1.*save_converted"):
+        save_pretrained(converted, tmp_path / "out")
+    with pytest.raises(ValueError, match="bn1"):
+        AffDivForImageClassification.from_timm(converted)
     assert os.listdir(tmp_path) == []
 
 
