@@ -3,13 +3,14 @@
     accelerate launch recipes/finetune.py
     accelerate launch recipes/finetune.py --model resnet50.a1_in1k --dataset path/to/images --freeze-stages 2
     accelerate launch recipes/finetune.py --model vit_tiny_patch16_224 --dataset path/to/images \\
-        --convert affine --distill features
+        --convert affine --distill features --lr 5e-4 --layer-decay 0.75
 
 The first line fine-tunes the PatchNorm ResNet that comes with the package from CIFAR-10 to scikit-learn's digits,
 within two minutes on a laptop's CPU, and downloads nothing. The model is a name of timm or of affdiv_zoo that has
 weights, a repository as hf-hub:owner/name, or a folder with config.json and model.safetensors.
 
 The head is made anew for the data set's classes; the rate falls by --layer-decay from each layer to the one before it.
+The defaults suit small convolutional nets. For a large net or a ViT begin with --lr 5e-4 --layer-decay 0.75.
 With --convert the norms are folded into corrected layers first, which is exact for some and near for others (see
 `affdiv_zoo.convert`); --distill pulls the features back to those of the unconverted model while it is fine-tuned.
 
@@ -89,6 +90,8 @@ def build_parser() -> argparse.ArgumentParser:
         what="a name of timm or affdiv_zoo with weights, hf-hub:owner/name, or a folder with config.json and "
         "model.safetensors",
     )
+    size = next(action for action in parser._actions if action.dest == "img_size")
+    size.help = "side of the model's square input; the one it was trained with without it"
     group = parser.add_argument_group("fine-tuning")
     group.add_argument(
         "--convert",
@@ -138,7 +141,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_data_options(parser)
     add_augmentation_options(parser)
-    add_training_options(parser, epochs=5, lr=2e-3, layer_decay=0.75)
+    add_training_options(parser, epochs=6, lr=5e-3, layer_decay=0.9)
     add_evaluation_options(parser)
     add_output_options(parser, "runs/<model>-<convert>-<dataset>-seed<seed>")
     return parser

@@ -101,7 +101,7 @@ def test_the_head_is_new_and_the_rest_is_kept(here: Path):
             torch.testing.assert_close(new[key], old[key], rtol=0, atol=1e-9)
     model = timm.create_model("local-dir:run", pretrained=True)
     assert model.pretrained_cfg["label_names"] == list(NAMES)
-    assert results["arguments"]["layer_decay"] == 0.75
+    assert results["arguments"]["layer_decay"] == 0.9
 
 
 def test_a_head_of_as_many_classes_is_new_too_unless_it_is_kept(here: Path):
@@ -179,7 +179,7 @@ def test_a_converted_folder_is_fine_tuned(here: Path):
 
 def test_rates_fall_towards_the_input(here: Path):
     _, model, _ = build("--model", "vit")
-    args = recipe.parse_args([*SMALL, "--model", "vit"])
+    args = recipe.parse_args([*SMALL, "--model", "vit", "--layer-decay", "0.75"])
     scales = {}
     for group in build_optimizer(args, model).param_groups:
         for parameter in group["params"]:
