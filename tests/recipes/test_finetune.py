@@ -326,6 +326,7 @@ def test_a_stopped_run_goes_on_bit_by_bit(here: Path, monkeypatch: pytest.Monkey
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_two_processes_convert_and_distill(here: Path):
     launch = [*LAUNCH, "--quiet", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     options = ["--convert", "affine", "--distill", "features", "--max-steps", "2", "--output", "run", *QUIET]

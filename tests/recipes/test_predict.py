@@ -111,6 +111,7 @@ def test_unreadable_files_are_counted_and_left_out(here: Path, capsys):
     assert not Path("other").exists()
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_table_as_one(here: Path):
     one = predict("images", "one.png", "--topk", 2)
     launch = [*LAUNCH, "--quiet", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
