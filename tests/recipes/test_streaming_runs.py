@@ -95,6 +95,7 @@ def test_another_number_of_workers_cannot_go_on(here: Path, monkeypatch: pytest.
     assert "stream_workers=0" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_stream(here: Path):
     launch = [*LAUNCH, "--quiet", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0", str(SCRIPT)]
     arguments = [*MODEL, *STREAM, *QUIET, "--max-decode-errors", "9", "--workers", "1", "--epochs", "2"]
