@@ -222,7 +222,9 @@ def _cifar_cfg(**kwargs: Any) -> dict[str, Any]:
 default_cfgs = generate_default_cfgs(
     {
         **{f"resnet{depth}_patchnorm.untrained": _cfg() for depth in (18, 34, 50, 101)},
-        **released_cfgs(_cifar_cfg, *(f"resnet{depth}_cifar{end}" for depth in (20, 32, 56) for end in ("", "_patchnorm"))),
+        **released_cfgs(
+            _cifar_cfg, *(f"resnet{depth}_cifar{end}" for depth in (20, 32, 56) for end in ("", "_patchnorm"))
+        ),
     }
 )
 
