@@ -871,9 +871,10 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
         "[the sweep harness](../sweep.py). This page is written by `report.py` from the ledgers; rules, margins and "
         "the statistics are in its code.\n",
         f"**{len(used)} runs** are behind it ({phases['tune']} of tuning, {phases['final']} final; {bad} diverged; "
-        f"{hours:.1f} hours of one CPU core): "
+        f"{hours:.1f} hours on one core of a busy machine): "
         + ", ".join(f"`{name}` {count[name + suffix]} of {planned(folder, name + suffix)}" for name in SWEEPS)
-        + ". They are small and short (see [below](#how)): the verdicts are those of nets of this size and budget.\n",
+        + f". The verdicts are those of nets of their size and budget ({'large' if suffix else 'small and short'}, see "
+        "[below](#how)).\n",
         "| claim | whose | our figures | verdict | sweeps |",
         "| --- | --- | --- | --- | --- |",
     ]
@@ -933,11 +934,12 @@ HOW = """## How
   the same map with other weights and rates; `affine_centred` is ours; `gradient` corrects the gradient alone. `pn_...`
   are PatchNorm convolutions. A centred map of one number is nothing (the layer raises an error): width 1 has none.
 * Every method has four learning rates, a factor of about three apart, and the one of the best accuracy on validation
-  images, split off the training set, is taken (one seed). Where the rates of a map lie was found by a pilot, also on
+  images, split off the training set, is taken. Where the rates of a map lie was found by a pilot, also on
   validation images (`sweeps/pilot.yaml`). The test set is read once per final run, with other seeds, on the whole
   training part.
-* 5,000 (convolutional nets) or 10,000 training images without augmentation, SGD with momentum 0.9, a cosine schedule,
-  three or four epochs: a run takes seconds on one core. `sweeps/*.yaml` have all of it; `grids.py` writes them.
+* No augmentation, SGD with momentum 0.9, a cosine schedule. `sweeps/*.yaml` have all of it; `grids.py` writes them.
+* The small sweeps: 5,000 (convolutional nets) or 10,000 training images, three or four epochs, so that a run takes
+  seconds on one core.
 * What a GPU would add: the `..._full` sweeps ({full} runs), on all 50,000 images, for 20 to 30
   epochs, with ten seeds, more widths, depths and batch sizes, and larger convolutional nets.
 
@@ -956,6 +958,8 @@ Finished runs are in the ledgers and are not run again; `--set dataset=path/to/c
 
 def provenance(used: list[dict]) -> str:
     """Words what the runs were made with."""
+    if not used:
+        return ""
     stamps = {
         "revision": {record["revision"] or "unknown" for record in used},
         "torch": {record["versions"]["torch"] for record in used},
