@@ -18,6 +18,8 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
+from affdiv_zoo.hf import complete_folder
+
 # What create_model takes besides a model's own keywords. The first three follow from the data; the others would load
 # weights or change what the model returns.
 RESERVED_KWARGS = (
@@ -242,3 +244,5 @@ def save_model(
     # timm reads the number of classes elsewhere, and transformers refuses to get it twice.
     config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2) + "\n")
+    if timm.model_entrypoint(config["architecture"]).__module__.startswith("affdiv_zoo."):
+        complete_folder(folder)  # transformers finds timm's own by itself

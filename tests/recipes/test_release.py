@@ -187,3 +187,18 @@ def test_every_goal_names_methods_that_its_sweep_has():
         sweep.check_methods("goal", goal.ours + goal.peers)
     with pytest.raises(RecipeError):
         sweep.check_methods("goal", ["no such method"])
+
+
+def test_a_run_folder_loads_in_transformers(swept, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    import timm
+
+    lines = [json.loads(line) for line in swept.with_suffix(".jsonl").read_text().splitlines()]
+    key = next(line["key"] for line in lines if line["method"] == "affine" and line["phase"] == "final")
+    folder = str(tmp_path / "runs" / "toy" / key)
+    model = transformers.AutoModelForImageClassification.from_pretrained(folder)
+    assert type(model).__name__ == "AffDivForImageClassification" and model.config.id2label[7] == "7"
+    images = release.synthetic_images((1, 8, 8))
+    with torch.no_grad():
+        ours = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()(images)
+        assert torch.equal(model(images).logits, ours)
