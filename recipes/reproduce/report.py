@@ -360,10 +360,16 @@ def deep_wide_tanh(results: Results) -> list[Part]:
 
 
 def width_one(results: Results) -> list[Part]:
-    """Affine-like nets of width 1 are above chance, every classical normaliser's are behind them."""
-    cells = [cell for cell in results if cell.act and cell.width == NARROW]
-    own = [list(results[cell][ours].test.values()) for ours in ("affine",) for cell in cells if ours in results[cell]]
-    parts = [above("affine less chance", stratified([[x - CHANCE for x in g] for g in own]), bound=WORKS)]
+    """Each affine-like net of width 1 is above chance, and every classical normaliser's nets are behind them."""
+    cells = [cell for cell in results if cell.act and cell.width == NARROW and "affine" in results[cell]]
+    parts = [
+        above(
+            f"affine less chance, {cell.act} {cell}",
+            stratified([[x - CHANCE for x in results[cell]["affine"].test.values()]]),
+            bound=WORKS,
+        )
+        for cell in cells
+    ] or [above("affine less chance", None, bound=WORKS)]
     return parts + [
         above(f"affine less {norm}", stratified(differences(results, cells, "affine", [norm]))) for norm in CLASSICAL
     ]
