@@ -3,7 +3,7 @@
     python recipes/results.py            # writes recipes/RESULTS.md from the ledgers
     python recipes/results.py --check    # status 1 if RESULTS.md is not what the ledgers say
 
-The goals and the rules by which they count as met were fixed before the runs: they are `GOALS` below.
+The goals and the rules by which they count as met are `GOALS` below; they were written before any final run.
 """
 
 import argparse
