@@ -24,11 +24,17 @@ def outputs_after(
         kwargs = dict(inputs)
     else:
         args = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    by_id = {id(p): (p.detach() - h * steps[id(p)]).to(p.dtype) for p in model.parameters() if id(p) in steps}
+    # One name for each place where a parameter stands: told the second name of a module, functional_call would put its
+    # own tensor "back" there in place of the parameter.
     moved = {
-        name: (p - h * steps[id(p)]).to(p.dtype) for name, p in model.named_parameters() if steps.get(id(p)) is not None
+        f"{prefix}.{name}" if prefix else name: by_id[id(p)]
+        for prefix, module in model.named_modules()
+        for name, p in module._parameters.items()
+        if id(p) in by_id
     }
     with torch.no_grad(), _listening(model, record) as outputs:
-        functional_call(model, moved, args, kwargs)
+        functional_call(model, moved, args, kwargs, tie_weights=False)
     return outputs
 
 

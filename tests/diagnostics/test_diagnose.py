@@ -378,6 +378,33 @@ def test_float32_and_autocast_are_close_to_float64() -> None:
         assert c.divergence == pytest.approx(a.divergence, rel=0.02) and c.cosine == pytest.approx(a.cosine, abs=0.1)
 
 
+@pytest.mark.parametrize("tied", ["one module twice", "one parameter in two modules"])
+def test_the_step_of_all_layers_moves_what_is_shared_once_and_leaves_it(tied: str) -> None:
+    first, last = nn.Linear(5, 5), nn.Linear(5, 3)
+    second = first
+    if tied != "one module twice":
+        second = nn.Linear(5, 5)
+        second.weight, second.bias = first.weight, first.bias
+    model = nn.Sequential(first, nn.Tanh(), second, last).double()
+    x, y, outputs, lr = torch.randn(6, 5).double(), torch.tensor([0, 1, 2, 0, 1, 2]), [], 1e-7
+    parameters, before = list(model.parameters()), snapshot(model)
+    e = diagnose(model, x, y, whole_step=True)["0"]
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    assert second.weight is first.weight and same(before, snapshot(model))
+
+    first.register_forward_hook(lambda m, args, out: outputs.append(out))
+    if second is not first:
+        second.register_forward_hook(lambda m, args, out: outputs.append(out))
+    z = model(x)
+    gradients = torch.cat(torch.autograd.grad(F.cross_entropy(z, y), outputs, retain_graph=True)).flatten()
+    F.cross_entropy(z, y).backward()
+    torch.optim.SGD(model.parameters(), lr).step()
+    model(x)
+    moved = ((torch.cat(outputs[:2]) - torch.cat(outputs[2:])) / lr).flatten().detach()
+    assert e.whole_cosine == pytest.approx(F.cosine_similarity(moved, gradients, 0).item(), rel=0.01)
+    assert e.whole_norm_ratio == pytest.approx((moved.norm() / gradients.norm()).item(), rel=0.02)
+
+
 def test_layers_are_selected_by_name() -> None:
     model = timm.create_model("vit_nano_patch4_32_affine", depth=2, img_size=16)
     x, y = digits(16)
