@@ -21,6 +21,7 @@ UNEXPLAINED = 0.02
 """The share of a gradient from outside of the recorded calls above which a remark says so; half types stay below."""
 
 
+@torch.inference_mode(False)  # there is no backward pass in it
 def diagnose(
     model: nn.Module,
     inputs: Any,
@@ -51,7 +52,7 @@ def diagnose(
             anything else as it is. None stands for cross entropy.
         optimizer: Whose step ``cosine`` and ``norm_ratio`` describe (weight decay, momentum and all), in units of its
             learning rate; it is left as it is. None for plain SGD. The three parts are the gradient's in either case.
-        layers: Only layers whose names match one of these wildcards.
+        layers: Only layers with one of these names, or whose names match one of these wildcards.
         verify: Check every prediction against real steps of that layer's parameters, its input held, by finite
             differences in float64; see ``LayerDivergence.verify_error``. Takes several times as long.
         whole_step: Measure, too, how every output moves in one step of all parameters at once, the drift of the layers'
@@ -69,6 +70,7 @@ def diagnose(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected a torch.nn.Module")
     model = _unwrapped(model)
+    inputs, targets = _outside_inference_mode((inputs, targets))
     patterns = None if layers is None else [layers] if isinstance(layers, str) else list(layers)
     if any(isinstance(p, nn.parameter.UninitializedTensorMixin) for p in model.parameters()):
         raise ValueError("model has lazy layers without parameters yet: call it once before")
@@ -81,14 +83,15 @@ def diagnose(
         return (loss_fn or F.cross_entropy)(_logits(output), targets)
 
     def selected(name: str) -> bool:
-        return patterns is None or any(fnmatch.fnmatchcase(name, p) for p in patterns)
+        return patterns is None or any(name == p or fnmatch.fnmatchcase(name, p) for p in patterns)
 
-    with torch.inference_mode(False), untouched(model):
+    with untouched(model):
         record = run(model, inputs, loss_of, keep=whole_step)
-    steps = None if optimizer is None else optimizer_step(optimizer, record.grads)
+    with untouched(model):  # some optimizers draw random numbers
+        steps = None if optimizer is None else optimizer_step(optimizer, record.grads)
     whole = {}
     if whole_step:
-        with torch.inference_mode(False), untouched(model):
+        with untouched(model):
             whole = measure_whole_step(model, inputs, record, record.grads if steps is None else steps)
     report = DivergenceReport(
         name or type(model).__name__,
@@ -101,8 +104,8 @@ def diagnose(
     device = next(model.parameters()).device.type
     with torch.no_grad(), torch.autocast(device, enabled=False):
         found = list(_entries(record, steps, verify, whole, selected))
-    order = [name for name, _ in model.named_modules()]
-    place = lambda name: order.index(name.partition("[")[0])  # noqa: E731
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    place = lambda name: order[name if name in order else name.rpartition("[")[0]]  # noqa: E731  (qkv[v] is of qkv)
     behind = {  # logits stand after their projections
         logits_name(a.name): max(place(a.query.layer.name), place(a.key.layer.name)) for a in record.attentions
     }
@@ -253,6 +256,15 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def _outside_inference_mode(value: Any) -> Any:
+    """Copies tensors that were made in inference mode, which autograd refuses, in nests of tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return value.clone() if value.is_inference() else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_outside_inference_mode, value))
+    return {key: _outside_inference_mode(v) for key, v in value.items()} if type(value) is dict else value
 
 
 def _logits(output: Any) -> Any:

@@ -21,7 +21,7 @@ def optimizer_step(optimizer: Any, grads: dict[int, Tensor]) -> dict[int, Tensor
         size of a small step.
 
     Raises:
-        TypeError: It is no optimizer, or one that needs a closure.
+        TypeError: It is no optimizer, one that needs a closure, or one whose copy cannot take a step.
         ValueError: It has none of these parameters, or a learning rate of 0.
     """
     if not isinstance(optimizer, Optimizer) and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
@@ -54,7 +54,13 @@ def optimizer_step(optimizer: Any, grads: dict[int, Tensor]) -> dict[int, Tensor
             for p, q in zip(group["params"], copied["params"], strict=True):
                 if id(p) in grads:
                     q.grad = _double(grads[id(p)])
-    twin.step()
+    try:
+        twin.step()
+    except (AttributeError, TypeError, RuntimeError) as error:  # it has more than its state and its groups
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, which cannot take a step on a copy ({error}): pass the one "
+            "that it wraps, if it wraps one, another, or None"
+        ) from error
     return {
         id(p): (_double(p.detach()) - q.detach()) / lr
         for group, copied, lr in zip(groups, twin.param_groups, lrs, strict=True)

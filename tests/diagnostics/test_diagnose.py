@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import transformers
+from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 
 import affdiv_zoo
@@ -405,6 +407,38 @@ def test_the_step_of_all_layers_moves_what_is_shared_once_and_leaves_it(tied: st
     assert e.whole_norm_ratio == pytest.approx((moved.norm() / gradients.norm()).item(), rel=0.02)
 
 
+def test_inference_mode_around_it_changes_nothing() -> None:
+    model, (x, y) = Net().double(), digits(12)
+    want = diagnose(model, x, y, verify=True, whole_step=True)
+    with torch.inference_mode():
+        own = x.clone(), y.clone()
+        assert own[0].is_inference()
+        assert diagnose(model, *own, verify=True, whole_step=True).to_dict() == want.to_dict()
+        assert diagnose(model, (own[0],), own[1]).to_dict()["layers"][0]["cosine"] == want.layers[0].cosine
+
+
+def test_brackets_in_names() -> None:
+    net = nn.Sequential(OrderedDict([("b[1]", nn.Linear(4, 4)), ("a[0]", nn.Linear(4, 3))]))
+    report = diagnose(net, torch.randn(3, 4), torch.tensor([0, 1, 2]))
+    assert [e.name for e in report.layers] == ["b[1]", "a[0]"]
+    assert [e.name for e in diagnose(net, torch.randn(3, 4), torch.tensor([0, 1, 2]), layers="a[0]").layers] == ["a[0]"]
+
+
+def test_optimizers_that_draw_random_numbers_or_hold_another() -> None:
+    net, x, y = nn.Linear(4, 3), torch.randn(2, 4), torch.tensor([0, 1])
+
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            torch.rand(1)
+            super().step()
+
+    state = torch.get_rng_state()
+    diagnose(net, x, y, optimizer=Noisy(net.parameters(), 0.1))
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(TypeError, match="optimizer is a Lookahead, which cannot take a step on a copy"):
+        diagnose(net, x, y, optimizer=create_optimizer_v2(net, "lookahead_sgd", 0.1))
+
+
 def test_layers_are_selected_by_name() -> None:
     model = timm.create_model("vit_nano_patch4_32_affine", depth=2, img_size=16)
     x, y = digits(16)
@@ -416,6 +450,7 @@ def test_layers_are_selected_by_name() -> None:
         "blocks.1.attn.proj",
     ]
     assert names(["*.qkv[[]v]"]) == ["blocks.0.attn.qkv[v]", "blocks.1.attn.qkv[v]"]
+    assert names("blocks.1.attn.qkv[v]") == ["blocks.1.attn.qkv[v]"]  # as the report has it
     assert names("*.logits") == ["blocks.0.attn.logits", "blocks.1.attn.logits"]
     with pytest.raises(ValueError, match=r"layers='nothing' matches none .* head"):
         names("nothing")
