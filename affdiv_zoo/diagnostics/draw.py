@@ -59,7 +59,7 @@ def draw_reports(reports: Sequence[DivergenceReport]) -> Any:
     width = min(max(9.0, 3.0 + len(names) * (0.16 + 0.08 * len(reports))), 40.0)
     figure = matplotlib.figure.Figure(figsize=(width, 12), layout="constrained")
     depth, spread, cosine, shares = figure.subplots(4, 1, height_ratios=(1.2, 1, 1, 1.2))
-    labels = labelled(reports)
+    labels = [plain(label) for label in labelled(reports)]
 
     for i, (report, label) in enumerate(zip(reports, labels, strict=True)):
         rows = [e for e in report.layers if e.kind != "logits"]
@@ -102,7 +102,7 @@ def draw_reports(reports: Sequence[DivergenceReport]) -> Any:
         axes.set_xticks(range(len(names)), [""] * len(names))
     cosine.set_ylim(min(0.0, *(e.cosine for r in reports for e in r.layers)), 1)
     shares.set_ylim(0, 1)
-    shares.set_xticks(range(len(names)), [short(n) for n in names], rotation=90, fontsize=7)
+    shares.set_xticks(range(len(names)), [plain(short(n)) for n in names], rotation=90, fontsize=7)
     for axes in (depth, spread, cosine, shares):
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
@@ -177,7 +177,7 @@ def draw_evolution(steps: Sequence[int], reports: Sequence[DivergenceReport], ti
         ax.grid(alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
     if title:
-        figure.suptitle(title)
+        figure.suptitle(plain(title))
     return figure
 
 
@@ -209,6 +209,12 @@ def labelled(reports: Sequence[DivergenceReport]) -> list[str]:
     """The models' names, numbered where they repeat."""
     names = [r.model for r in reports]
     return [n if names.count(n) == 1 else f"{n} ({names[: i + 1].count(n)})" for i, n in enumerate(names)]
+
+
+def plain(text: str) -> str:
+    """A text that matplotlib shows as it is: no formula between dollars, no entry of a legend that "_" hides."""
+    text = text.replace("$", r"\$")
+    return f"\u200b{text}" if text.startswith("_") else text
 
 
 def short(name: str, width: int = 34) -> str:

@@ -104,6 +104,17 @@ def test_the_figure_shows_the_numbers() -> None:
         draw_reports([report(), DivergenceReport("empty", 1, 0.0)])
 
 
+def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
+    r = report("_$a$ <b>")
+    r.layers[0].name = r"<i>$x_$\\frac"
+    r.save_html(tmp_path / "page.html", [report("$\\other$")])  # none of it is a formula, good or bad
+    source = (tmp_path / "page.html").read_text()
+    assert "_$a$ &lt;b&gt;" in source.partition("<svg")[2].partition("</svg>")[0]
+    assert r"&lt;i&gt;$x_$\\frac" in source.partition("<svg")[2].partition("</svg>")[0]
+    assert len(draw_reports([r]).axes[0].get_legend().get_texts()) == 1  # "_" would hide it
+    draw_evolution([0], [r], "$x_$").savefig(tmp_path / "evolution.svg")
+
+
 def test_the_evolution() -> None:
     figure = draw_evolution([0, 10], [report(), report(cosine=0.7, divergence=2.0)])
     divergence, _, cosine, shares = figure.axes
