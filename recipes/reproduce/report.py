@@ -35,8 +35,8 @@ PLAIN = ("affine", "affine_centred", "batch")  # what is compared with the plain
 NARROW = 1
 
 # Points of per cent. "Matches" and "comparable" are claims of no difference, which no experiment can show: they hold if
-# the interval lies above minus a margin. The rules were written when the 256 x 6 tanh nets had been run, and changed twice
-# after results were seen: claim 3 asks every net to be above chance, and claim 10 was added.
+# the interval lies above minus a margin. The rules were written when the 256 x 6 tanh nets had been run, and changed
+# twice after results were seen: claim 3 asks every net to be above chance, and claim 10 was added.
 MARGIN = 1.0
 CNN_MARGIN = 2.0
 CHANCE = 10.0
