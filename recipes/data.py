@@ -325,10 +325,19 @@ class Source:
     arrays: dict[int | None, list[np.ndarray] | None] = field(default_factory=dict, repr=False)
 
 
+def eight_bits(image: Image.Image) -> Image.Image:
+    """Returns the upper half of gray with 16 bits, where Pillow would make all above 255 white; others as they are."""
+    if not image.mode.startswith("I;16"):
+        return image
+    return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+
+
 def load_image(images: ArrayImages | FileImages | HubImages, index: int, dataset: str) -> Image.Image:
     """Decodes one image as gray (`L`) if its file is gray and else as `RGB`; an unreadable one is a RecipeError."""
     try:
         image = images.load(index)
+        image.load()  # Pillow has read no more than the header yet, and an error here is one that is counted
+        image = eight_bits(image)
         return image if image.mode == "L" else image.convert("L" if image.mode == "1" else "RGB")
     except DECODE_ERRORS as error:
         # Pillow repeats the byte stream's address in some messages, which says nothing to anyone.

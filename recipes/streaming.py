@@ -37,6 +37,7 @@ from data import (
     RecipeError,
     build_transforms,
     check_dataset_name,
+    eight_bits,
     find_image_key,
     find_label_key,
     global_rngs_seeded,
@@ -173,7 +174,7 @@ class StreamDataset(IterableDataset):
     def decode(self, row: dict[str, Any]) -> Image.Image:
         """Decodes a row's image."""
         try:
-            return open_encoded(row[self.image_key]).convert("RGB")
+            return eight_bits(open_encoded(row[self.image_key])).convert("RGB")
         except DECODE_ERRORS as error:
             why = "not an image" if isinstance(error, Image.UnidentifiedImageError) else one_line(error)
             raise ImageDecodeError(

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ pytest.importorskip("datasets")
 import data as recipe_data  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 from pictures import write_classes  # noqa: E402
+from PIL import Image  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("clean_process")
@@ -118,6 +120,28 @@ def test_small_images_are_left_out_of_the_array(tmp_path: Path, capfd):
         load(tmp_path / "set", 3, img_size=None)
     with pytest.raises(recipe_data.ImageDecodeError, match=r"001.png cannot be decoded .*--max-decode-errors"):
         load(tmp_path / "set", 0, img_size=None)
+
+
+@pytest.mark.parametrize("img_size", [None, 16])
+def test_gray_files_that_are_cut_off_count_too(tmp_path: Path, img_size: int | None):
+    write_classes(tmp_path / "set", 4)
+    for path in (tmp_path / "set").rglob("*.png"):
+        Image.open(path).convert("L").save(path)
+    cut = tmp_path / "set" / "dark" / "001.png"
+    cut.write_bytes(cut.read_bytes()[:-40])  # the header, which tells size and mode, is whole
+    data = load(tmp_path / "set", 1, img_size=img_size, test_fraction=0.25)
+    images = [image for part in (data.train, data.test) for image, label in part if label >= 0]
+    assert len(images) == 7 if data.in_memory else len(images) in (7, 8)
+    with pytest.raises(recipe_data.ImageDecodeError, match="001.png cannot be decoded"):
+        data = load(tmp_path / "set", 0, img_size=img_size)
+        assert list(data.train) and list(data.test)
+
+
+def test_sixteen_bits_keep_their_shades(tmp_path: Path):
+    shades = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
+    Image.fromarray(shades).save(tmp_path / "deep.png")
+    image = recipe_data.load_image(recipe_data.FileImages([tmp_path / "deep.png"]), 0, "set")
+    assert image.mode == "L" and np.asarray(image).tolist() == (shades // 256).tolist()
 
 
 def test_statistics_do_not_see_what_is_left_out(tmp_path: Path):
