@@ -37,7 +37,15 @@ from data import (
     pick_split,
 )
 from options import Parser, add_reading_options, count, fraction, model_kwarg, not_negative_int, parse
-from pretrained import complete_name, input_config, known_class_names, load_pretrained, outputs, try_input
+from pretrained import (
+    check_keywords,
+    complete_name,
+    input_config,
+    known_class_names,
+    load_pretrained,
+    outputs,
+    try_input,
+)
 from timm.data import create_transform
 from torch import nn
 from torch.utils.data import Dataset
@@ -151,8 +159,8 @@ def complete_arguments(args: argparse.Namespace) -> None:
 def run_arguments(model: str) -> dict[str, Any]:
     """Returns the arguments of the run in a model's folder; none if there is no run."""
     try:
-        return json.loads((Path(model.removeprefix("local-dir:")) / "results.json").read_text())["arguments"]
-    except (OSError, ValueError, KeyError):
+        return dict(json.loads((Path(model.removeprefix("local-dir:")) / "results.json").read_text())["arguments"])
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
@@ -306,6 +314,9 @@ def run(args: argparse.Namespace) -> None:
     complete_arguments(args)
     if args.results is not None and args.results.is_dir():
         raise RecipeError(f"--results {str(args.results)!r} is a folder; name a file")
+    if args.results is not None and args.results.name == "results.json" and run_arguments(str(args.results.parent)):
+        raise RecipeError(f"--results {str(args.results)!r} is the record of a training run; name another file")
+    check_keywords(args.model_kwargs)
     model = load_pretrained(name, **args.model_kwargs)
     config = input_config(model, args.img_size)
     try_input(model, config, args.model)

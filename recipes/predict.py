@@ -35,7 +35,16 @@ from data import (
 from evaluate import add_trained_model_options
 from options import Flag, Parser, count, not_negative_int, parse
 from PIL import Image, ImageDraw, ImageFont
-from pretrained import DEFAULT_MODEL, class_names, complete_name, input_config, load_pretrained, outputs, try_input
+from pretrained import (
+    DEFAULT_MODEL,
+    check_keywords,
+    class_names,
+    complete_name,
+    input_config,
+    load_pretrained,
+    outputs,
+    try_input,
+)
 from timm.data import create_transform, get_img_extensions
 from train import run_program
 
@@ -150,6 +159,11 @@ def predict(
     return found, check_skipped(accelerator, dataset, "input")
 
 
+def printable(path: str | Path) -> str:
+    """Returns a path as UTF-8 text: bytes of file names that are none are written as \\udc80 to \\udcff."""
+    return str(path).encode("utf-8", "backslashreplace").decode()
+
+
 def to_csv(paths: Sequence[Path], predictions: dict[int, Prediction]) -> str:
     """Returns a table: path, class, probability, and further pairs with `--topk`."""
     pairs = max((len(prediction) for prediction in predictions.values()), default=1)
@@ -161,7 +175,7 @@ def to_csv(paths: Sequence[Path], predictions: dict[int, Prediction]) -> str:
     writer.writerow(header)
     for number, prediction in sorted(predictions.items()):
         cells = (cell for name, probability in prediction for cell in (name, f"{probability:.6f}"))
-        writer.writerow([str(paths[number]), *cells])
+        writer.writerow([printable(paths[number]), *cells])
     return text.getvalue()
 
 
@@ -189,7 +203,7 @@ def contact_sheet(images: Sequence[Image.Image], captions: Sequence[tuple[str, s
         thumbnail = image.convert("RGB").resize(fitted, how)
         sheet.paste(thumbnail, (left + (size - fitted[0]) // 2, top + (size - fitted[1]) // 2))
         for place, text in enumerate(lines):
-            cut = text
+            text = cut = " ".join(printable(text).split())  # of one line
             while cut and draw.textlength(cut if cut == text else f"{cut}...", font=font) > size:
                 cut = cut[:-1]
             draw.text((left, top + size + place * line), cut if cut == text else f"{cut}...", "black", font)
@@ -224,6 +238,7 @@ def run(args: argparse.Namespace) -> None:
     check_output(args.output, args.overwrite)
     paths = find_images(args.input)
     name = complete_name(args.model)
+    check_keywords(args.model_kwargs)
     model = load_pretrained(name, **args.model_kwargs)
     config = input_config(model, args.img_size)
     try_input(model, config, args.model)

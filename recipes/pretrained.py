@@ -86,6 +86,13 @@ def go_offline_if_unreachable(name: str) -> None:
         constants.HF_HUB_OFFLINE = True
 
 
+def check_keywords(kwargs: dict[str, Any]) -> None:
+    """Raises a RecipeError for keywords with which a model's outputs would not be those that it was trained for."""
+    for key in ("num_classes", "features_only"):
+        if key in kwargs:
+            raise RecipeError(f"--model-kwargs {key}={kwargs[key]}: the classifier would not be the trained one")
+
+
 def load_pretrained(name: str, **kwargs: Any) -> nn.Module:
     """Creates a trained model with its weights.
 

@@ -1,6 +1,7 @@
 """recipes/evaluate.py: the numbers against plain PyTorch, which images and classes are used, and its errors."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,9 @@ def test_a_runs_folder_tells_what_it_was_tested_on(tmp_path: Path, seven: Path):
     results = evaluate(tmp_path, "--model", seven)
     assert results["images"] == 6
     assert results["evaluated"] == "the 30% held out with --split-seed 5"
+    # An evaluation of that name would be the end of it.
+    argv = ["--model", str(seven), "--results", str(seven / "results.json"), "--no-progress"]
+    assert recipe.main(argv) == 2 and "arguments" in json.loads((seven / "results.json").read_text())
     # Not those of another data set.
     write_classes(tmp_path / "other", 10)
     assert evaluate(tmp_path, "--model", seven, "--dataset", tmp_path / "other")["images"] == 20
@@ -169,11 +173,13 @@ def test_image_size_and_keywords_reach_the_model(tmp_path: Path, seven: Path):
         (["--model", "empty", "--dataset", "set"], "holds no weights"),
         (["--model", "hf-hub:nobody/nothing", "--dataset", "set"], "cannot be loaded"),
         (["--model", "seven"], "--dataset: 'seven' is no run's folder"),
+        (["--model", "listed"], "--dataset: 'listed' is no run's folder"),
         (["--model", "seven", "--dataset", "nowhere/at/all"], "no such folder"),
         (["--model", "seven", "--dataset", "digits", "--split", "test"], "has no splits"),
         (["--model", "seven", "--dataset", "set", "--split", "tst"], "--split 'tst'"),
         (["--model", "seven", "--dataset", "set", "--results", "set"], "is a folder; name a file"),
         (["--model", "seven", "--dataset", "set", "--model-kwargs", "nothing=1"], "cannot be loaded with nothing=1"),
+        (["--model", "seven", "--dataset", "set", "--model-kwargs", "num_classes=2"], "the classifier would not be"),
         (["--model", "seven", "--dataset", "broken"], "light/001.png cannot be decoded"),
     ],
 )
@@ -182,6 +188,8 @@ def test_mistakes_get_one_line(
 ):
     write_classes(tmp_path / "set" / "train", 1)
     write_classes(tmp_path / "broken", 2, broken=("light/1",))
+    shutil.copytree(seven, tmp_path / "listed")
+    (tmp_path / "listed" / "results.json").write_text("[]")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)

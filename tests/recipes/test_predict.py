@@ -1,7 +1,9 @@
 """recipes/predict.py: the CSV file against plain timm, the contact sheet's pixels, which files are read, and errors."""
 
 import csv
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,16 @@ def test_unreadable_files_are_counted_and_left_out(here: Path, capsys):
     assert not Path("other").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such file names")
+def test_any_file_name_is_written(here: Path):
+    (here / "odd").mkdir()
+    for name in (b"caf\xe9.png", b"two\nlines.png", "\u65e5\u672c.png".encode()):
+        (here / "odd" / os.fsdecode(name)).write_bytes((here / "one.png").read_bytes())
+    rows = predict("odd")
+    assert sorted(row["path"] for row in rows) == [r"odd/caf\udce9.png", "odd/two\nlines.png", "odd/\u65e5\u672c.png"]
+    assert Image.open("predictions/contact_sheet.png").size[0] > 0
+
+
 @pytest.mark.slow
 def test_two_processes_write_the_same_table_as_one(here: Path):
     one = predict("images", "one.png", "--topk", 2)
@@ -136,6 +148,7 @@ def test_files_of_an_earlier_call_stay(here: Path, capsys):
         (["model"], "no images; file names end in"),
         (["images", "--output", "one.png"], "--output 'one.png' is a file"),
         (["images", "--model", "nowhere/model"], "no such folder with a config.json"),
+        (["images", "--model-kwargs", "num_classes=2"], "num_classes=2: the classifier would not be the trained one"),
         (["images", "--img-size", "1"], "does not take 3x1x1 images"),
         (["model/config.json"], "config.json cannot be decoded (not an image)"),
     ],
