@@ -13,7 +13,7 @@ from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from timm.models import get_pretrained_cfg
 from timm.models._hub import save_config_for_hf
-from timm.optim import create_optimizer_v2, list_optimizers
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
@@ -70,6 +70,8 @@ def check_optimizer_name(args: argparse.Namespace) -> None:
     """Raises a RecipeError for an unknown optimizer."""
     if args.opt.lower() not in list_optimizers():
         raise RecipeError(f"--opt {args.opt!r} is unknown to timm{did_you_mean(args.opt.lower(), list_optimizers())}")
+    if get_optimizer_info(args.opt.lower()).second_order:
+        raise RecipeError(f"--opt {args.opt!r} needs second derivatives, which these recipes do not take; name another")
 
 
 def drop_kwargs(args: argparse.Namespace) -> dict[str, float]:
@@ -87,7 +89,7 @@ def build_model(args: argparse.Namespace, data: Data) -> nn.Module:
     kwargs = {**args.model_kwargs, **drop_kwargs(args)}
     try:
         model = timm.create_model(args.model, **kwargs, **own)
-    except (TypeError, ValueError, KeyError, AssertionError) as error:
+    except (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError) as error:
         if kwargs:
             timm.create_model(args.model, **own)  # raises if the keywords are not to blame
             given = [f"{key}={value}" for key, value in args.model_kwargs.items()]
@@ -144,7 +146,7 @@ def build_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.O
     except (ImportError, AssertionError) as error:
         # timm lists optimizers of packages that need not be there (apex, bitsandbytes).
         raise RecipeError(f"--opt {args.opt!r} is not available here ({one_line(error)}); name another") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, IndexError) as error:  # the last for too few betas
         given = f"--lr {args.lr} --weight-decay {args.weight_decay} --momentum {args.momentum}"
         given += f" --opt-eps {args.opt_eps}" if args.opt_eps is not None else ""
         given += f" --opt-betas {' '.join(map(str, args.opt_betas))}" if args.opt_betas is not None else ""

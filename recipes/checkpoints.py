@@ -121,6 +121,8 @@ class RunFolder:
     """
 
     def __init__(self, output: Path):
+        if output.name in ("", ".."):
+            raise RecipeError(f"--output {str(output)!r} is no folder of its own; name one, such as runs/first")
         self.output = output
         self.work = output.with_name(output.name + ".part")
         self.checkpoints = self.work / "checkpoints"

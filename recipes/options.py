@@ -99,6 +99,7 @@ def number(
 
 
 count = number(int, 1)
+seed = number(int, 0, 4_000_000_000)  # numpy's end at 2**32, and each process adds its number
 not_negative_int = number(int, 0)
 not_negative = number(float, 0)
 positive = number(float, 0, low_open=True)
@@ -298,7 +299,7 @@ def add_training_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
     group.add_argument(
         "--grad-accum-steps", type=count, default=1, metavar="N", help="batches of each process that make one update"
     )
-    group.add_argument("--seed", type=not_negative_int, default=0, help="decides weights, order and augmentation")
+    group.add_argument("--seed", type=seed, default=0, help="decides weights, order and augmentation")
 
     group = parser.add_argument_group("optimizer")
     group.add_argument("--opt", default="adamw", help="a timm optimizer")

@@ -41,7 +41,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration, DynamoBackend, parse_flag_from_env, set_seed
 from building import build_model, build_optimizer, check_names, enable_grad_checkpointing
 from checkpoints import RunFolder, check_same_run, find_checkpoint, remove_folder, told_failure, write_text
-from data import Data, ImageDecodeError, RecipeError, listed, load_data
+from data import Data, ImageDecodeError, RecipeError, listed, load_data, one_line
 from engine import DivergedError, Objective, Trainer
 from options import (
     Parser,
@@ -266,7 +266,13 @@ def is_finished(args: argparse.Namespace) -> bool:
     run = RunFolder(args.output)
     if args.resume != "auto" or args.overwrite or run.names() or not (args.output / "results.json").is_file():
         return False
-    old = json.loads((args.output / "results.json").read_text())["arguments"]
+    try:
+        old = dict(json.loads((args.output / "results.json").read_text())["arguments"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecipeError(
+            f"--resume auto: the results.json in {str(args.output)!r} is no run's ({one_line(error)}); name another "
+            "--output or add --overwrite"
+        ) from error
     check_same_run(f"--resume auto: {str(args.output)!r}", old, json.loads(json.dumps(plain(vars(args)))))
     if PartialState().is_main_process:
         run.tidy(args.keep_checkpoints)

@@ -220,6 +220,16 @@ def test_resume_auto_begins_goes_on_and_has_nothing_left_to_do(tmp_path: Path, u
     assert "lr=0.05" in (message := capsys.readouterr().err) and "lr=0.1" in message
 
 
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"arguments": 5}'])
+def test_a_record_that_is_no_runs_is_one_line(text: str, tmp_path: Path, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text(text)
+    assert main(*SMALL, "--output", tmp_path / "run", "--resume", "auto") == 2
+    stderr = capsys.readouterr().err
+    assert "--resume auto: the results.json in" in stderr and stderr.count("\n") == 1
+    assert (tmp_path / "run" / "results.json").read_text() == text
+
+
 def test_an_unfinished_run_is_not_overwritten_by_chance(unfinished, capsys):
     before = [path.name for path in unfinished.names()]
     capsys.readouterr()

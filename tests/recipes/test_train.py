@@ -490,6 +490,9 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--model-kwargs checkpoint_path=x.pth", ["--model-kwargs", "checkpoint_path", "leave it out"]),
         ("--opt adamv", ["--opt", "'adamv'", "adamw"]),
         ("--opt sgd --momentum 0", ["--opt 'sgd'", "--momentum 0.0", "Nesterov"]),
+        ("--opt adamw --opt-betas 0.9", ["--opt 'adamw'", "--opt-betas 0.9"]),
+        ("--opt adahessian", ["--opt 'adahessian'", "second derivatives"]),
+        ("--model vit_nano_patch4_32 --model-kwargs num_heads=0", ["--model-kwargs num_heads=0", "zero"]),
         ("--lr 0", ["--lr", "'0'", "above 0"]),
         ("--lr nan", ["--lr", "'nan'", "above 0"]),
         ("--epochs 0", ["--epochs", "'0'", "at least 1"]),
@@ -498,6 +501,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--val-fraction 0.0001", ["--val-fraction", "0.0001", "at least one"]),
         ("--label-smoothing -0.1", ["--label-smoothing", "-0.1"]),
         ("--seed -1", ["--seed", "'-1'", "at least 0"]),
+        ("--seed 4294967296", ["--seed", "'4294967296'", "at most 4e+09"]),
         ("--augment mirror", ["--augment", "'mirror'", "crop-flip"]),
         ("--mixed-precision fp32", ["--mixed-precision", "'fp32'", "bf16"]),
         ("--epoch 3", ["--epoch"]),
@@ -529,6 +533,14 @@ def test_mistake_is_one_line_and_leaves_nothing(arguments, parts, faulty, tmp_pa
     for part in parts:
         assert part in message
     assert not output.parent.exists()
+
+
+@pytest.mark.parametrize("output", [".", "..", "/"])
+def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert f"--output '{output}' is no folder of its own" in error_of(["--output", output, "--overwrite"], capsys)
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_mistake_ends_the_script_with_one_line(tmp_path: Path):
