@@ -9,6 +9,7 @@ from typing import Any
 
 import timm
 import torch
+import yaml
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
@@ -95,6 +96,11 @@ def _disagreements(folder: Path) -> Iterator[str]:
         except ValueError as error:
             yield f"{RESULTS} is no JSON ({error}): train or evaluate again"
         else:
+            parts = results if isinstance(results, dict) else {RESULTS: results}
+            wrong = [key for key in (RESULTS, "input", "arguments") if not isinstance(parts.get(key) or {}, dict)]
+            if wrong or not isinstance(results, dict):
+                yield f"{RESULTS} is not what train.py writes ({(wrong or [results])[0]}): train or evaluate again"
+                return  # the card's metrics could not be read from it
             yield from _result_problems(results, facts)
     if (folder / CARD).is_file():
         yield from _card_problems(folder, results is not None)
@@ -128,7 +134,9 @@ def _model_problems(folder: Path, facts: dict[str, Any] | None = None) -> Iterat
     if pretrained_cfg.get("num_classes", classes) != classes:
         yield "problem", f"{CONFIG}: num_classes is {classes}, in pretrained_cfg {pretrained_cfg['num_classes']}"
     for where, labels in (("label_names", config.get("label_names")), ("id2label", config.get("id2label"))):
-        if labels is not None and len(labels) != classes:
+        if labels is not None and not isinstance(labels, list | dict):
+            yield "problem", f"{CONFIG}: {where} is {labels!r}, which are no names"
+        elif labels is not None and len(labels) != classes:
             yield "problem", f"{CONFIG}: num_classes is {classes}, but {where} has {len(labels)} names"
     for key in ("input_size", "mean", "std"):
         if not pretrained_cfg.get(key):
@@ -169,12 +177,14 @@ def _result_problems(results: dict[str, Any], facts: dict[str, Any]) -> Iterator
     if results.get("parameters", facts["parameters"]) != facts["parameters"]:
         yield f"{RESULTS} is of a model with {results['parameters']} parameters, the one here has {facts['parameters']}"
     for key in ("input_size", "mean", "std"):
-        was, now = results.get("input", {}).get(key), config["pretrained_cfg"].get(key)
+        was, now = (results.get("input") or {}).get(key), config["pretrained_cfg"].get(key)
         if was is not None and now is not None and not _close(was, now):
             yield f"{RESULTS} was measured with {key} {was}, {CONFIG} has {now}"
 
 
-def _close(a: list[float], b: list[float]) -> bool:
+def _close(a: Any, b: Any) -> bool:
+    if not isinstance(a, list) or not isinstance(b, list):
+        return a == b
     return len(a) == len(b) and all(math.isclose(x, y, rel_tol=1e-6) for x, y in zip(a, b, strict=True))
 
 
@@ -182,7 +192,7 @@ def _card_problems(folder: Path, has_results: bool) -> Iterator[str]:
     again = f"`affdiv-zoo card {folder} --write --overwrite` makes it anew"
     try:
         data = ModelCard((folder / CARD).read_text()).data
-    except ValueError as error:
+    except (ValueError, yaml.YAMLError) as error:
         yield f"{CARD} has metadata that cannot be read ({error}): {again}"
         return
     if not data.license:

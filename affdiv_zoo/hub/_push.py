@@ -14,6 +14,7 @@ import torch.nn as nn
 from huggingface_hub import CommitOperationAdd, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
 from affdiv_zoo.convert import ConversionReport
@@ -120,6 +121,8 @@ def push(
         FolderError: The folder is incomplete, or its files disagree.
         HubError: The Hub could not be reached or refused; the message says what to do.
     """
+    with explained(repo_id, revision, "nothing was published"):
+        validate_repo_id(repo_id)  # a dry run would not hear of it from the Hub
     prepared = prepare(folder, repo_id)
     attempt = functools.partial(
         _push, prepared, repo_id, revision or "main", commit_message, token, private, create_pr, dry_run

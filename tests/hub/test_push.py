@@ -146,6 +146,8 @@ def test_a_pull_request_leaves_the_branch_alone(hub, client, run):
 def test_a_name_that_is_none(client, run):
     with pytest.raises(HubError, match="it looks like user/name"):
         push(run, "not a name")
+    with pytest.raises(HubError, match="it looks like user/name"):
+        push(run, "not a name", dry_run=True)
 
 
 # -- Folders that are refused: nothing is asked of the Hub -------------------------------------------------------------
@@ -229,6 +231,15 @@ REFUSED = {
         r"measured with input_size \[3, 64, 64\]",
     ),
     "broken metrics": (lambda f: (f / "results.json").write_text("{"), "results.json is no JSON"),
+    "metrics that are a list": (lambda f: (f / "results.json").write_text("[1]"), "not what train.py writes"),
+    "metrics that are null": (lambda f: (f / "results.json").write_text("null"), "not what train.py writes"),
+    "metrics of no known arguments": (lambda f: edit(f / "results.json", arguments=5), r"writes \(arguments\)"),
+    "metrics of an input of one number": (lambda f: edit(f / "results.json", input={"mean": 0.5}), "with mean 0.5"),
+    "labels that are a number": (lambda f: edit(f / "config.json", label_names=5), "label_names is 5"),
+    "a card that is no YAML": (
+        lambda f: (f / "README.md").write_text("---\n: : [\n---\n"),
+        "README.md has metadata that cannot be read",
+    ),
     "a card with another accuracy": (other_accuracy, r"README.md says shapes accuracy 97.5, results.json 87.5"),
     "a card without metrics": (lambda f: write_card(f, eval_results=None), "README.md has no shapes accuracy"),
     "a card of another library": (lambda f: write_card(f, library_name="keras"), "library_name 'keras'"),
