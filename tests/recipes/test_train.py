@@ -34,6 +34,7 @@ from timm.data import create_transform  # noqa: E402
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "recipes" / "train.py"
 RUN_FILES = {"args.yaml", "best", "config.json", "log.csv", "model.safetensors", "plot.png", "results.json"}
+RUN_FILES |= {"modeling_affdiv.py"}  # of models of this package
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 
