@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from affdiv_zoo.convert._trace import tensors
+from affdiv_zoo.diagnostics._maps import is_affine
 from affdiv_zoo.diagnostics._record import Layer, Record, wide
 
 STEP = 1e-3
@@ -46,7 +47,7 @@ def _listening(model: nn.Module, record: Record) -> Iterator[dict[int, list[Tens
     try:
         for module in model.modules():
             key = (id(module._parameters.get("weight")), id(getattr(module, "bias", None)))
-            if key in layers:
+            if key in layers and is_affine(module):  # an embedding may have a layer's weight
                 into = outputs[id(layers[key])]
                 hook = lambda m, args, out, into=into: into.append(next(tensors(out)).detach().clone())  # noqa: E731
                 handles.append(module.register_forward_hook(hook))

@@ -407,6 +407,27 @@ def test_the_step_of_all_layers_moves_what_is_shared_once_and_leaves_it(tied: st
     assert e.whole_norm_ratio == pytest.approx((moved.norm() / gradients.norm()).item(), rel=0.02)
 
 
+def test_the_step_of_all_layers_with_a_tied_embedding() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+            self.out.weight = self.embedding.weight
+
+        def forward(self, words: Tensor) -> Tensor:
+            return self.out(self.embedding(words).mean(1))
+
+    model, words, y, lr = Tied().double(), torch.tensor([[0, 1, 2], [3, 4, 0]]), torch.tensor([1, 4]), 1e-7
+    e = diagnose(model, words, y, whole_step=True)["out"]
+    before = model(words)
+    (g,) = torch.autograd.grad(F.cross_entropy(before, y), before, retain_graph=True)
+    F.cross_entropy(before, y).backward()
+    torch.optim.SGD(model.parameters(), lr).step()
+    moved = ((before - model(words)) / lr).detach().flatten()
+    assert e.whole_cosine == pytest.approx(F.cosine_similarity(moved, g.flatten(), 0).item(), rel=0.01)
+    assert e.whole_norm_ratio == pytest.approx((moved.norm() / g.norm()).item(), rel=0.02)
+
+
 def test_inference_mode_around_it_changes_nothing() -> None:
     model, (x, y) = Net().double(), digits(12)
     want = diagnose(model, x, y, verify=True, whole_step=True)
