@@ -385,13 +385,13 @@ def run(model: nn.Module, inputs: Any, loss_of: Callable[[Any], Tensor], keep: b
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss_fn returned {shape}, expected a scalar tensor, such as the mean over the batch")
-        if not loss.requires_grad:
+        params = [p for p in model.parameters() if p.requires_grad]
+        if not loss.requires_grad or not params:  # the inputs may be what requires a gradient
             raise ValueError("the loss has no gradient: does any parameter of the model require one?")
         if not torch.isfinite(loss):
             raise LossNotFiniteError(f"the loss is {loss.item()}: there is no update to diagnose")
         edges = [call.edge for layer in watch.layers.values() if not layer.why_not for call in layer.calls]
         edges += [attention.edge for attention in watch.attentions]
-        params = [p for p in model.parameters() if p.requires_grad]
         grads = torch.autograd.grad(loss.reshape(()), [*edges, *params], allow_unused=True)
     by_param = {id(p): g.detach() for p, g in zip(params, grads[len(edges) :], strict=True) if g is not None}
     arrived = iter(grads[: len(edges)])

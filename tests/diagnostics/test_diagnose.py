@@ -521,6 +521,8 @@ def test_mistakes_are_named() -> None:
         diagnose(net, x * torch.nan, y)
     with pytest.raises(ValueError, match="no gradient"):
         diagnose(nn.Linear(4, 3).requires_grad_(False), x, y)
+    with pytest.raises(ValueError, match="no gradient"):
+        diagnose(nn.Linear(4, 3).requires_grad_(False), x.clone().requires_grad_(), y)
     with pytest.raises(ValueError, match="no layer of the Sequential can be covered"):
         diagnose(nn.Sequential(nn.BatchNorm1d(4)), x, y)
     with pytest.raises(TypeError, match="optimizer is a float"):
