@@ -1,6 +1,7 @@
 """Argument checks shared by functions and layers: every message names the argument, its value and what would work."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -150,6 +151,8 @@ def check_model_name(name: str) -> None:
     import timm
 
     if not timm.is_model(name.split(".")[0]):
+        if "/" in name or Path(name).is_dir():
+            raise ValueError(f"{name!r} is no timm model: write local-dir:{name} for a folder, hf-hub:... for the Hub")
         close = difflib.get_close_matches(name.split(".")[0], timm.list_models(), 2)
         hint = f"did you mean {' or '.join(close)}?" if close else "timm.list_models() has the names"
         raise ValueError(f"{name!r} is no timm model: {hint}")

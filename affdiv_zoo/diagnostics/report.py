@@ -221,6 +221,11 @@ class DivergenceReport:
                 f"{e.spread:7.3f} {e.cosine:7.3f} {number(e.norm_ratio):>9} {same:5.0%} {patch:6.0%} {sample:6.0%}"
             )
             lines.append(row + "".join(f" {column.text(e):>8}" for column in optional))
+        lines += [
+            "ideal: spread 0 and cosine 1; the height of the divergence is a common factor, which the rate absorbs.",
+            "norm: ||effective|| / ||ideal||; same, patch, sample: the shares of the row itself, of other rows of its",
+            "sample, and of other samples",
+        ]
         lines += _wrapped(self.note_lines())
         if self.not_covered:
             lines.append(f"not covered ({len(self.not_covered)}):")

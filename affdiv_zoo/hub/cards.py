@@ -241,13 +241,41 @@ def _training(record: dict[str, Any]) -> str:
     if record.get("command"):
         lines += ["These weights again:", "", "```bash", record["command"], "```", ""]
     lines += ["| argument | value |", "|---|---|"]
-    hidden = {"output", "overwrite", "no_progress", "model", "workers"}
-    for key, value in sorted(record["arguments"].items()):
-        if key not in hidden and value not in (None, False, {}, []):
-            lines.append(f"| `{key}` | {value} |")
+    for key, value in sorted(_effective(record["arguments"]).items()):
+        lines.append(f"| `{key}` | {value} |")
     if record.get("versions"):
         lines += ["", "Made with " + ", ".join(f"{k} {v}" for k, v in sorted(record["versions"].items())) + "."]
     return "\n".join(lines)
+
+
+def _effective(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that had an effect on the weights: without what was off, and the settings of what was off."""
+    given = {key: value for key, value in arguments.items() if value not in (None, False, {}, [], 0, 0.0)}
+    hidden = {
+        "output",
+        "overwrite",
+        "no_progress",
+        "model",
+        "workers",
+        "project",
+        "checkpoint_hist",
+        "tracker",
+        "resume",
+    }
+    needs = {
+        "mixup_": ("mixup", "cutmix", "cutmix_minmax"),
+        "model_ema_": ("model_ema",),
+        "shuffle_buffer": ("streaming",),
+        "clip_mode": ("clip_grad",),
+        "bce_": ("bce_loss",),
+        "eval_": (),
+        "log_": (),
+        "check_": (),
+    }
+    for start, switches in needs.items():
+        if not any(switch in given for switch in switches):
+            hidden |= {key for key in given if key.startswith(start)}
+    return {key: value for key, value in given.items() if key not in hidden}
 
 
 def _limits(record: dict[str, Any]) -> str:

@@ -516,10 +516,12 @@ def test_the_sweeps_of_the_repository_can_be_built(path: Path):
     sweep = harness.Sweep(path)
     assert sweep.dataset_name == "cifar10"
     plan = sweep.plan({})
-    assert len({run_.key for run_ in plan}) == len(plan) == sum(map(len, sweep.tuning.values()))
+    tuned = sum(map(len, sweep.tuning.values()))
+    assert len({run_.key for run_ in plan}) == len(plan) == (tuned or len(sweep.methods) * len(sweep.seeds))
     for name in sweep.methods:
-        args = sweep.tuning[name][0].args
-        assert (args.dataset, args.val_fraction, args.test) == ("uoft-cs/cifar10", 0.1, "never")
+        args = next(run_.args for run_ in plan if run_.method == name)
+        wanted = (0.1, "never") if tuned else (0.0, "end")
+        assert (args.dataset, args.val_fraction, args.test) == ("uoft-cs/cifar10", *wanted)
         recipe.check_names(args)
         data = type("Data", (), dict(config=dict(input_size=(3, 32, 32)), label_names=range(10)))
         recipe.build_optimizer(args, recipe.build_model(args, data))
