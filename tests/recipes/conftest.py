@@ -11,6 +11,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """One thread for every run of a module: bits depend on their number, and runs are compared bit by bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def clean_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Undoes what a recipe run in this process leaves behind, and keeps it away from the user's caches."""
