@@ -87,7 +87,7 @@ def load(name: str) -> Loaded:
     else:
         trained, base = affdiv_zoo.list_models(pretrained=True), name.split(".")[0]
         if name not in model_names() and base not in affdiv_zoo.list_models():
-            close = difflib.get_close_matches(name, model_names(), 1)
+            close = difflib.get_close_matches(name, affdiv_zoo.list_models() + trained, 1)
             hint = f"did you mean {close[0]}?" if close else "choose one from the list, or user/name on the Hub"
             raise ValueError(f"there is no model {name!r}: {hint}")
         if name != base and name not in trained:
