@@ -347,13 +347,7 @@ def test_streams_are_fine_tuned(here: Path):
     assert results["test_images"] == 3
 
 
-def needs_bundled_weights() -> None:
-    if recipe.DEFAULT_MODEL not in affdiv_zoo.list_models(pretrained=True):
-        pytest.skip(f"the package does not bundle {recipe.DEFAULT_MODEL} yet")
-
-
 def test_the_default_starts_from_bundled_weights_offline(here: Path):
-    needs_bundled_weights()
     results = finetune(recipe.DEFAULT_MODEL, *STILL, "--train-limit", "64", dataset=False)
     assert results["dataset"] == "digits"
     old = timm.create_model(recipe.DEFAULT_MODEL, pretrained=True).state_dict()["layer1.0.conv1.weight"]
@@ -362,7 +356,6 @@ def test_the_default_starts_from_bundled_weights_offline(here: Path):
 
 @pytest.mark.slow
 def test_the_default_learns_digits(here: Path):
-    needs_bundled_weights()
     done = run_script([*LAUNCH, str(ROOT / "recipes" / "finetune.py"), "--output", "run"], here)
     assert done.returncode == 0, done.stderr
     assert json.loads((here / "run" / "results.json").read_text())["test_top1"] >= 0.97
