@@ -228,7 +228,7 @@ def card(
     if not write:
         typer.echo(text)
         return
-    from affdiv_zoo.hf.folder import write_text
+    from affdiv_zoo._files import write_text
 
     write_text(path, text)
     typer.echo(f"written to {path}")

@@ -12,9 +12,9 @@ from timm.data import ImageDataset, create_transform, resolve_data_config
 from torch import Tensor, nn
 
 from affdiv_zoo._checks import check_model_name
+from affdiv_zoo._files import write_whole
 from affdiv_zoo.convert.saved import check_directory
 from affdiv_zoo.diagnostics._diagnose import diagnose
-from affdiv_zoo.diagnostics._files import write_whole
 from affdiv_zoo.diagnostics.report import DivergenceReport
 
 WARM_UP_STEPS = 10

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from affdiv_zoo.diagnostics._files import write_whole
+from affdiv_zoo._files import write_whole
 from affdiv_zoo.diagnostics.report import DivergenceReport
 
 __all__ = ["draw_evolution", "draw_reports", "save"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from affdiv_zoo.diagnostics._files import write_whole
+from affdiv_zoo._files import write_whole
 from affdiv_zoo.diagnostics.draw import COLORS, PARTS, _matplotlib, draw_reports, in_order, labelled, tint
 from affdiv_zoo.diagnostics.report import DivergenceReport, LayerDivergence, OptionalColumn, number, optional_columns
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from affdiv_zoo._files import write_whole
 from affdiv_zoo.diagnostics._diagnose import diagnose
-from affdiv_zoo.diagnostics._files import write_whole
 from affdiv_zoo.diagnostics._record import LossNotFiniteError
 from affdiv_zoo.diagnostics.report import DivergenceReport
 

@@ -23,6 +23,8 @@ import torch
 import torch.nn as nn
 from timm.models._hub import save_for_hf
 
+from affdiv_zoo._files import write_text
+
 __all__ = [
     "REMOTE_CODE_FILE",
     "ChangedModelError",
@@ -166,16 +168,3 @@ def _check_rebuilt(model: nn.Module, config: dict[str, Any]) -> None:
             f"makes with shape {theirs.get(wrong[0])}: give the keywords as model_args, and save a converted model "
             "with affdiv_zoo.convert.save_converted"
         )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file that is never half there."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

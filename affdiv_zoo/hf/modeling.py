@@ -31,8 +31,9 @@ from transformers.models.timm_wrapper.modeling_timm_wrapper import (
     TimmWrapperPreTrainedModel,
 )
 
+from affdiv_zoo._files import write_text
 from affdiv_zoo.hf.configuration import AffDivConfig
-from affdiv_zoo.hf.folder import REMOTE_CODE_FILE, ChangedModelError, remote_code, timm_labels, write_text
+from affdiv_zoo.hf.folder import REMOTE_CODE_FILE, ChangedModelError, remote_code, timm_labels
 
 # Weights on disk have timm's names; the models have them behind "timm_model.", as TimmWrapper's.
 register_checkpoint_conversion_mapping(

@@ -3,7 +3,6 @@
 import fnmatch
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from timm.models._hub import save_config_for_hf
 
 from affdiv_zoo import weights
+from affdiv_zoo._files import write_text
 from affdiv_zoo.hub._errors import FolderError
 from affdiv_zoo.hub._folder import CARD, CONFIG, WEIGHTS
 from affdiv_zoo.hub._push import PushReport, push
@@ -110,8 +110,4 @@ def _note(path: Path, name: str, report: PushReport) -> None:
     if noted.get(name) == entry:
         return
     noted[name] = entry
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(json.dumps(dict(sorted(noted.items())), indent=2) + "\n")
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    write_text(path, json.dumps(dict(sorted(noted.items())), indent=2) + "\n")

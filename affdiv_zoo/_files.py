@@ -1,4 +1,4 @@
-"""Files that are never half there."""
+"""Files that are never half there: written under a temporary name and renamed."""
 
 import os
 import tempfile
@@ -21,3 +21,8 @@ def write_whole(path: str | Path, write: Callable[[Path], None]) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Writes a text file, as UTF-8, that is never half there."""
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
