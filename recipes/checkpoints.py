@@ -21,6 +21,7 @@ import json
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,14 @@ class RunFolder:
         except PermissionError as error:
             raise RecipeError(
                 f"--output {str(self)!r} cannot be read ({error.strerror}); name another folder"
+            ) from error
+        try:
+            # Tried, as what the permission bits say is not all (access lists, read-only mounts); it leaves nothing.
+            with tempfile.TemporaryFile(dir=next(path for path in self.work.absolute().parents if path.exists())):
+                pass
+        except OSError as error:
+            raise RecipeError(
+                f"--output {str(self)!r} cannot be made ({error.strerror}); name another folder"
             ) from error
 
     def _check(self, overwrite: bool, resumes: bool) -> None:

@@ -488,7 +488,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(public_folder: 
     folder = public_folder / "locked"
     folder.mkdir()
     with no_permission(folder):
-        assert main(*SMALL, "--output", folder / "run") == 2
+        assert main(*SMALL, "--output", folder / "run") == 2  # before the data are read, which this user may not
     message = capsys.readouterr().err
     assert "--output" in message and "Permission denied" in message and message.count("\n") == 1
     assert not list(folder.iterdir())
