@@ -158,20 +158,26 @@ class PatchNormConv(torch.autograd.Function):
         s = _plain.length_scale(correction, b is not None, scale, w[0].numel())
         outside = b is not None and correction == "norm"
         z = _plain.conv(x, w, None if outside else b, *geometry, groups)
-        if center and w.dtype == torch.bfloat16:
-            z = _plain.without_mean(z, w, mean)
+        rest = _plain.sum_of_rows(w) if center and w.dtype == torch.bfloat16 else None
+        sr = None if correction == "gradient" else _plain.per_channel(s * r, w.shape[0])
         kept = None
-        if correction != "gradient":
-            sr = _plain.per_channel(s * r, w.shape[0])
-            kept = None if act == "relu" else z
-            z = z.mul_(sr) if act == "relu" else z * sr
-        if outside:
-            z.add_(b.view(-1, *[1] * len(kernel)))
-        if residual is not None:
-            z.add_(residual)
-        if act == "relu":
-            z.relu_()
-        z = z.to(input.dtype)
+        if act != "relu" and sr is not None:
+            kept = z if rest is None else _plain.without_mean(z, w, mean)
+            z, sr, rest = (kept * sr).to(z.dtype), None, None
+
+        def finish(z: Tensor, mean: Tensor, sr: Tensor, residual: Tensor) -> None:
+            if rest is not None:
+                z.addcmul_(rest, _plain.per_channel(mean, w.shape[0]), value=-1)
+            if sr is not None:
+                z.mul_(sr)
+            if outside:
+                z.add_(b.view(-1, *[1] * len(kernel)))
+            if residual is not None:
+                z.add_(residual)
+            if act == "relu":
+                z.relu_()
+
+        z = _in_float32(finish, z, mean, sr, residual).to(input.dtype)
         if act == "relu":
             kept = z
         residual = residual if act == "relu" and correction != "gradient" else None
@@ -213,17 +219,24 @@ class PatchNormConv(torch.autograd.Function):
                 dot.mul_((r / SHRINK**0.5).square_())  # r^2 may underflow, r^2 / SHRINK does not
             gb = g.sum([0, *range(2, g.dim())]) if need_b and correction == "norm" else None
             sr = _plain.per_channel(ctx.s * r, out)
-            g = g.mul_(sr) if act == "relu" and not need_residual else (g * sr).to(w.dtype)
+            if act != "relu" or need_residual:
+                g = g * sr if g.dtype == sr.dtype else _in_float32(Tensor.mul_, g.clone(), sr)
+            else:
+                g = _in_float32(Tensor.mul_, g, sr)
             need_conv_b = need_b and correction != "norm"
             gx, gw, gb_conv = backward(g, x, w, *geometry, [need_x, need_w, need_conv_b])
             gb = gb_conv if need_conv_b else gb
             if need_x:
                 box = (list(x.shape[2:]), kernel, stride, padding, dilation)
-                gx_of_groups, x_of_groups = gx.unflatten(1, (groups, -1)), x.unflatten(1, (groups, -1))
-                maps = _box_sum_transposed(torch.cat([dot, dot * mean], 1) if center else dot, *box).unsqueeze(2)
-                gx_of_groups.addcmul_(x_of_groups, maps[:, :groups], value=-SHRINK)
-                if center:
-                    gx_of_groups.add_(maps[:, groups:], alpha=SHRINK)
+                maps = _box_sum_transposed(torch.cat([dot, dot * mean], 1) if center else dot, *box)
+
+                def finish(gx: Tensor, x: Tensor, maps: Tensor) -> None:
+                    gx, x, maps = gx.unflatten(1, (groups, -1)), x.unflatten(1, (groups, -1)), maps.unsqueeze(2)
+                    gx.addcmul_(x, maps[:, :groups], value=-SHRINK)
+                    if center:
+                        gx.add_(maps[:, groups:], alpha=SHRINK)
+
+                _in_float32(finish, gx, x, maps)
         if need_w and center:
             gw.sub_(gw.mean(list(range(1, gw.dim())), keepdim=True))
         return (
@@ -259,8 +272,9 @@ def _patch_sqnorm(
     means = torch.empty_like(squares) if center else squares
     zero, step, scratch = wide.new_zeros(()), _step(x), None
     for start in range(0, len(x), step):
-        part = _plain.widen(x[start : start + step])
-        scratch = torch.empty_like(part) if scratch is None else scratch[: len(part)]
+        part = x[start : start + step]
+        scratch = _scratch(scratch, part, wide.dtype)
+        part = part if part.dtype == wide.dtype else scratch.copy_(part)
         if center:
             total = torch.sum(part, 2, out=means[start : start + step])
             part = torch.sub(part, total.unsqueeze(2), alpha=1 / channels, out=scratch)
@@ -277,21 +291,45 @@ def _dot(g: Tensor, z: Tensor, residual: Tensor | None, groups: int) -> Tensor:
     dots = wide.new_empty((len(g), groups, *g.shape[2:]))
     step, scratch = _step(g), None
     for start in range(0, len(g), step):
-        part, y = _plain.widen(g[start : start + step]), z[start : start + step]
-        scratch = torch.empty_like(part) if scratch is None else scratch[: len(part)]
-        if residual is None:
+        part, y = g[start : start + step], z[start : start + step]
+        scratch = _scratch(scratch, part, wide.dtype)
+        if residual is not None:
+            torch.sub(y, residual[start : start + step], out=scratch).mul_(part)
+        elif part.dtype == wide.dtype:
             torch.mul(part, y, out=scratch)
         else:
-            torch.sub(_plain.widen(y), residual[start : start + step], out=scratch).mul_(part)
+            scratch.copy_(part).mul_(y)
         torch.sum(scratch.unflatten(1, (groups, -1)), 2, out=dots[start : start + step])
     return dots
+
+
+def _in_float32(change: Callable[..., Any], out: Tensor, *others: Tensor | None) -> Tensor:
+    """``change(out, *others)``, which works in place; for half types a few samples at a time in float32.
+
+    That rounds once, and on a CPU one conversion each way is much faster than operations on two types.
+    """
+    if out.dtype == _plain.widen(out[:0]).dtype:
+        change(out, *others)
+        return out
+    step, scratch = _step(out), None
+    for start in range(0, len(out), step):
+        part = out[start : start + step]
+        scratch = _scratch(scratch, part, torch.float32)
+        change(scratch.copy_(part), *(None if t is None else t[start : start + step] for t in others))
+        part.copy_(scratch)
+    return out
+
+
+def _scratch(scratch: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory in the form of ``part``: what there is of it, or new."""
+    return torch.empty_like(part, dtype=dtype) if scratch is None else scratch[: len(part)]
 
 
 def _step(x: Tensor) -> int:
     """How many samples to take at a time: on a CPU, fresh memory for large temporaries costs more than the sums."""
     if x.device.type != "cpu" or x.numel() == 0:
         return max(1, len(x))
-    return max(1, 2**21 * len(x) // x.numel())
+    return max(1, 2**18 * len(x) // x.numel())
 
 
 def _box_sum_transposed(

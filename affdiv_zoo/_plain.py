@@ -143,10 +143,14 @@ def center_rows(weight: Tensor) -> Tensor:
     return weight - weight.mean(list(range(1, weight.dim())), keepdim=True)
 
 
+def sum_of_rows(weight: Tensor) -> Tensor:
+    """What rounding has left of the mean of rows that were centred, in the form of a bias."""
+    return widen(weight).flatten(1).sum(1).view([-1] + [1] * (weight.dim() - 2))
+
+
 def without_mean(z: Tensor, weight: Tensor, mean: Tensor) -> Tensor:
     """W (x - mean(x)) from W x, for rows that sum to zero but for their rounding to bfloat16."""
-    rest = widen(weight).flatten(1).sum(1).view([-1] + [1] * (weight.dim() - 2))
-    return (z - rest * per_channel(mean, weight.shape[0])).to(z.dtype)
+    return (z - sum_of_rows(weight) * per_channel(mean, weight.shape[0])).to(z.dtype)
 
 
 def patch_sqnorm(
