@@ -309,6 +309,7 @@ def test_early_stop_and_evaluation_now_and_then(tmp_path: Path):
 # --------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # a minute: four runs, two of them of two processes
 def test_two_processes_are_one_with_the_same_batch_for_patchnorm_and_not_for_batchnorm(tmp_path: Path):
     # Few updates: what rounding makes different at first, training makes larger and larger.
     common = (*SGD, "--lr", 0.01, "--epochs", 2, "--train-limit", 96, "--test", "end", *QUIET)

@@ -114,12 +114,11 @@ def kill_and_resume(folder: Path, kills: int, processes: int, seed: int) -> int:
             return resumed
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_runs_end_with_the_same_bits(tmp_path: Path, processes: int):
-    assert kill_and_resume(tmp_path, kills=3, processes=processes, seed=processes) >= 1
+def test_killed_runs_end_with_the_same_bits(tmp_path: Path):
+    assert kill_and_resume(tmp_path, kills=3, processes=1, seed=1) >= 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 5 to 8 minutes each: 20 kills, and a start of Python after each
 @pytest.mark.parametrize("processes", [1, 2])
 def test_runs_killed_at_many_moments_end_with_the_same_bits(tmp_path: Path, processes: int):
     assert kill_and_resume(tmp_path, kills=20, processes=processes, seed=100 + processes) >= 10
