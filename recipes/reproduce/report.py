@@ -885,12 +885,13 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
         "| claim | whose | our figures | verdict | sweeps |",
         "| --- | --- | --- | --- | --- |",
     ]
-    details = []
+    details, outcomes = [], collections.defaultdict(list)
     for number, claim in enumerate(CLAIMS, 1):
         parts = claim.check(results)
         outcome = verdict(parts)
         if claim.whose == "question":
             outcome = re.sub("(not )?reproduced", lambda match: "no" if match[1] else "yes", outcome)
+        outcomes[claim.whose == "paper", outcome].append(str(number))
         tally = collections.Counter(part.outcome for part in parts)
         figure = "; ".join(f"{part.what}: {part.figure.mean:+.2f}" for part in parts if part.figure)
         counts = ", ".join(f"{tally[name]} {name}" for name in (HOLDS, OPEN, FAILS, NO_RUNS) if tally[name])
@@ -909,11 +910,15 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
         details += ["", "```bash", "cd recipes/reproduce"]
         details += [command(name + suffix) for name in claim.sweeps]
         details += ["```", ""]
+    text.insert(2, in_short(outcomes))
     text += [
         "",
-        "Accuracies in points of per cent. The verdict follows from the parts below: *reproduced* if all hold, *not "
-        "reproduced* if none holds and one fails, *undecided* if all intervals contain the bound, else *partly*; "
-        "*so far* if some parts have no runs yet.\n",
+        "Accuracies in points of per cent. The verdict follows from the parts below: *reproduced* (to a question: "
+        "*yes*) if all hold, *not reproduced* (*no*) if none holds and one fails, *undecided* if all intervals contain "
+        "the bound, else *partly*; *so far* if some parts have no runs yet.\n",
+        "Batch sizes are compared at as many epochs, as the paper's hypothesis is put, so that a larger batch also "
+        "means fewer updates, which holds any net back: claim 4 cannot tell the two apart, claim 5 takes out what "
+        "they have in common.\n",
         *(f"![{title}]({figures}/{name})\n" for name, (title, _) in drawings(results).items()),
         f"All accuracies: [fully connected]({figures}/fully_connected.md), [convolutional]({figures}/cnn.md), "
         f"[batch size]({figures}/batch_size.md).\n",
@@ -932,6 +937,18 @@ def page(results: Results, used: list[dict], folder: Path, suffix: str, figures:
         provenance(used),
     ]
     return "\n".join(text)
+
+
+def in_short(outcomes: dict[tuple[bool, str], list[str]]) -> str:
+    """Words the verdicts, (whether it is the paper's claim, verdict) -> numbers of the claims, as a sentence or two."""
+    order = ("reproduced", "yes", "partly", "not reproduced", "no", "undecided", NO_RUNS)
+    sentences = []
+    for papers, whose in ((True, "the paper's claims"), (False, "our own questions and checks")):
+        found = {outcome: numbers for (is_papers, outcome), numbers in outcomes.items() if is_papers == papers}
+        ranked = sorted(found, key=lambda outcome: order.index(outcome.removesuffix(" so far")))
+        said = "; ".join(f"*{outcome}* {', '.join(found[outcome])}" for outcome in ranked)
+        sentences.append(f"Of {whose}: {said}.")
+    return f"**In short.** {' '.join(sentences)}\n"
 
 
 HOW = """## How
