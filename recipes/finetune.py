@@ -147,9 +147,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None, parser: argparse.ArgumentParser | None = None) -> argparse.Namespace:
     """Parses the command line and completes what depends on other options."""
-    parser = build_parser()
+    parser = parser or build_parser()
     args = parse(argv, parser)
     check_arguments(args, parser)
     if args.teacher is not None and args.distill is None:

@@ -1,4 +1,4 @@
-"""Sweeps: many runs of train.py from one YAML file, tuned alike, in one process, resumable and summed up.
+"""Sweeps: many runs of train.py or finetune.py from one YAML file, tuned alike, resumable and summed up.
 
     python recipes/sweep.py run recipes/sweeps/mlp.yaml
     python recipes/sweep.py status recipes/sweeps/mlp.yaml
@@ -22,6 +22,7 @@ The YAML file:
     methods:                      # name: its own arguments
       batch: {model: mlp_cifar, model_kwargs: {norm: batch}}
       affine: {model: mlp_cifar_affine}
+      tuned: {recipe: finetune, model: runs/digits}  # a run of finetune.py, and of its options
     tune:                         # without it, the methods are run as they stand
       grid: {lr: [0.01, 0.03, 0.1]}   # a method may have a `grid` of its own, with as many values
       seeds: [100]
@@ -52,6 +53,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import finetune
 import torch
 import train
 import yaml
@@ -66,6 +68,7 @@ except ImportError:  # Windows, where only one process may work on a ledger
     fcntl = None
 
 PROGRAM = "sweep.py"
+RECIPES = {"train": train, "finetune": finetune}
 ROOT = Path(__file__).resolve().parents[1]
 KEYS = ("dataset_name", "arguments", "methods", "tune", "final", "seeds", "baseline", "thresholds", "keep")
 POLL_SECONDS = 0.5
@@ -87,9 +90,26 @@ NO_DATA = (
     *("drop", "drop_path", "sched", "warmup_epochs", "warmup_lr", "min_lr", "layer_decay", "grad_accum_steps"),
     *("mixup", "cutmix", "bce_loss", "model_ema", "model_ema_decay"),
 )
+# finetune.py scales the images for the model, but for these.
+FINETUNE_NO_DATA = (
+    *(name for name in NO_DATA if name not in ("model", "model_kwargs")),
+    *("convert", "convert_center", "convert_scale", "convert_attention", "calibration_images", "keep_head", "freeze"),
+    *("freeze_stages", "distill", "teacher", "distill_weight", "distill_temperature"),
+)
 NO_SOURCE = (*NO_DATA, "img_size", "train_limit", "val_fraction", "test_fraction", "split_seed", "augment")
 # What decides a run's result beside the package.
-CODE = ("train", "data", "building", "engine", "evaluation", "checkpoints", "options", "streaming")
+CODE = (
+    "train",
+    "finetune",
+    "pretrained",
+    "data",
+    "building",
+    "engine",
+    "evaluation",
+    "checkpoints",
+    "options",
+    "streaming",
+)
 CFG_KEYS = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
 
 METRICS = (
@@ -112,7 +132,8 @@ class Run:
         phase: "tune" or "final".
         method: The method's name.
         point: The values of the grid's arguments.
-        args: What train.py gets.
+        recipe: "train" or "finetune".
+        args: What the recipe gets.
         arguments: The same as the ledger has it: only what matters, and nothing of the machine.
     """
 
@@ -120,6 +141,7 @@ class Run:
     phase: str
     method: str
     point: dict[str, Any]
+    recipe: str
     args: argparse.Namespace
     arguments: dict[str, Any]
 
@@ -152,7 +174,7 @@ class Sweep:
         settings: Arguments that replace those of the file, from `--set`.
 
     Raises:
-        RecipeError: The file cannot be read, has an unknown key, or asks for what train.py does not take.
+        RecipeError: The file cannot be read, has an unknown key, or asks for what the recipe does not take.
     """
 
     def __init__(self, file: Path, settings: dict[str, Any] | None = None):
@@ -239,9 +261,10 @@ class Sweep:
                 raise RecipeError(f"{self.file}: argument {name!r}: the sweep sets that itself; leave it out")
         arguments.update(seed=seed, test="never" if phase == "tune" else "end", no_progress=True)
         args = to_args(arguments, f"{self.file}: methods: {method}")
-        kept = ledger_arguments(args, self.dataset_name)
+        recipe = arguments.get("recipe", "train")
+        kept = ledger_arguments(args, self.dataset_name, recipe)
         key = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-        return Run(key, phase, method, {name: getattr(args, name) for name in point}, args, kept)
+        return Run(key, phase, method, {name: getattr(args, name) for name in point}, recipe, args, kept)
 
     def _tuning_runs(self, method: str) -> Iterator[Run]:
         if self.grids[method]:
@@ -311,23 +334,28 @@ def merged(*layers: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def train_parser() -> argparse.ArgumentParser:
-    """Returns train.py's command line, the errors of which are RecipeErrors."""
+def recipe_parser(recipe: str) -> argparse.ArgumentParser:
+    """Returns a recipe's command line, the errors of which are RecipeErrors."""
 
     def fail(message: str) -> NoReturn:
         raise RecipeError(message)
 
-    parser = train.build_parser()
+    parser = RECIPES[recipe].build_parser()
     parser.error = fail
     return parser
 
 
 def to_args(arguments: dict[str, Any], where: str) -> argparse.Namespace:
-    """Has train.py's own command line check arguments and fill in its defaults."""
-    parser = train_parser()
+    """Has the recipe's own command line check arguments and fill in its defaults."""
+    recipe = arguments.get("recipe", "train")
+    if recipe not in RECIPES:
+        raise RecipeError(f"{where}: recipe {recipe!r} is unknown; known: {listed(list(RECIPES))}")
+    parser = recipe_parser(recipe)
     argv = []
     for name, value in arguments.items():
         option = "--" + str(name).replace("_", "-")
+        if name == "recipe":
+            continue
         if name == "model_kwargs":
             argv += [option] if value else []
             argv += [f"{key}={str(item).lower() if isinstance(item, bool) else item}" for key, item in value.items()]
@@ -336,21 +364,21 @@ def to_args(arguments: dict[str, Any], where: str) -> argparse.Namespace:
         elif value is not None and not (value is False and parser.get_default(name) is False):
             argv.append(f"{option}={value}")
     try:
-        return train.parse_args(argv, parser)
+        return RECIPES[recipe].parse_args(argv, parser)
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from error
 
 
-def ledger_arguments(args: argparse.Namespace, dataset_name: str) -> dict[str, Any]:
+def ledger_arguments(args: argparse.Namespace, dataset_name: str, recipe: str = "train") -> dict[str, Any]:
     """Returns the arguments that matter, without options that are off: a new one does not change old runs' keys."""
-    default = train_parser().get_default
+    default = recipe_parser(recipe).get_default
     items = {
         name: value
         for name, value in vars(args).items()
         if name not in UNKEYED and (name in ALWAYS_KEYED or value != default(name))
     }
     kept = {name: value for name, value in items.items() if value is not None and value is not False and value != {}}
-    return {"dataset": dataset_name, **kept}
+    return {"dataset": dataset_name, **kept, **({} if recipe == "train" else {"recipe": recipe})}
 
 
 def words(point: dict[str, Any]) -> str:
@@ -494,18 +522,23 @@ class SharedData:
     def __init__(self) -> None:
         self.source_key = self.data_key = self.source = self.data = None
 
-    def get(self, args: argparse.Namespace) -> Data:
-        """Returns what train.py's `load_data` would."""
-        cfg = get_pretrained_cfg(args.model).to_dict()
+    def get(self, run: Run) -> Data:
+        """Returns what the recipe would load."""
+        args = run.args
+        if run.recipe == "finetune":
+            cfg, no_data = finetune.saved_config(finetune.complete_name(args.model))[0], FINETUNE_NO_DATA
+            args.img_size = args.img_size or cfg["input_size"][-1]  # as load_images does
+        else:
+            cfg, no_data = get_pretrained_cfg(args.model).to_dict(), NO_DATA
         source_key = {name: value for name, value in vars(args).items() if name not in NO_SOURCE}
-        data_key = {name: value for name, value in vars(args).items() if name not in NO_DATA}
-        data_key["cfg"] = [cfg.get(name) for name in CFG_KEYS]
-        if source_key != self.source_key:
+        data_key = {name: value for name, value in vars(args).items() if name not in no_data}
+        data_key["cfg"] = [run.recipe, *(cfg.get(name) for name in CFG_KEYS)]
+        if run.recipe == "train" and source_key != self.source_key:
             self.source, self.data_key = find_source(args), None
             self.source_key = source_key
         if data_key != self.data_key:
             self.data_key = self.data = None  # frees memory before more is needed
-            self.data = load_data(args, cfg, self.source)
+            self.data = load_data(args, cfg, self.source) if run.recipe == "train" else finetune.load_images(args, cfg)
             self.data_key = data_key
         for part in (self.data.train, self.data.val, self.data.test):
             if part is not None:
@@ -514,23 +547,38 @@ class SharedData:
         return self.data
 
 
+def tuning(run: Run) -> finetune.FineTuning:
+    """Returns what makes the model of a run of finetune.py."""
+    names = [(run.args.model, "--model"), (run.args.teacher, "--teacher")]
+    return finetune.FineTuning(run.args, *(name and finetune.complete_name(name, option) for name, option in names))
+
+
 def check_runs(runs: Iterable[Run], shared: SharedData) -> None:
     """Builds every method's model and optimizer once, so that no mistake waits for hours."""
     for run in {run.method: run for run in runs}.values():
         try:
-            train.check_names(run.args)
-            train.build_optimizer(run.args, train.build_model(run.args, shared.get(run.args)))
+            if run.recipe == "finetune":
+                finetune.check_optimizer_name(run.args)
+                model = tuning(run).build(run.args, shared.get(run))
+            else:
+                train.check_names(run.args)
+                model = train.build_model(run.args, shared.get(run))
+            train.build_optimizer(run.args, model)
         except RecipeError as error:
             raise RecipeError(f"method {run.method!r}: {error}") from error
 
 
 def execute(sweep: Sweep, run: Run, shared: SharedData) -> dict[str, Any]:
     """Trains once and returns the ledger's line."""
-    data = shared.get(run.args)
+    data = shared.get(run)
+    hooks = {}
+    if run.recipe == "finetune":
+        fine = tuning(run)
+        hooks = dict(build=fine.build, make_objective=fine.make_objective)
     start = time.perf_counter()
     metrics: dict[str, Any] = {}
     try:
-        results, rows = train.fit(run.args, data, Path("runs", sweep.name, run.key) if sweep.keep else None)
+        results, rows = train.fit(run.args, data, Path("runs", sweep.name, run.key) if sweep.keep else None, **hooks)
         metrics.update((name, results[name]) for name in METRICS if name in results)
     except train.DivergedError as error:  # a result too
         rows = error.rows

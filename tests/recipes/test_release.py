@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import types
 
 import pytest
 import torch
@@ -181,10 +182,30 @@ def test_the_page_is_what_the_ledgers_say():
     assert results.main(["--check"]) == 0
 
 
+def test_a_goal_of_epochs():
+    """Medians of the runs; ours has to reach the mark in every run."""
+    goal = results.Goal("s", "text", ("a",), ("b",), margin=0.0, share=1.0)
+    sweep = types.SimpleNamespace(thresholds=[0.8, 1.0])
+
+    def row(method: str, *last: object) -> harness.Row:
+        return harness.Row(method, "b", None, [], {0: {}, 1: {}, 2: {}}, times=[(1, 1.0, 3, 3), last])
+
+    scratch = row("b", 6, 30.0, 2, 3)
+    assert results.epochs_goal(goal, sweep, row("a", 2, 9.0, 3, 3), scratch) == (
+        "2 epochs against 6",
+        "3: `a`, `b`",
+        "**met**",
+    )
+    for missed in [(6, 9.0, 3, 3), (2, 9.0, 2, 3), (None, None, 0, 3)]:
+        assert results.epochs_goal(goal, sweep, row("a", *missed), scratch)[2] == "**missed**"
+    assert results.epochs_goal(goal, sweep, None, scratch)[2] == "open (0 of 3 pairs)"
+
+
 def test_every_goal_names_methods_that_its_sweep_has():
     for goal in results.GOALS:
         sweep = harness.Sweep(results.SWEEPS / f"{goal.sweep}.yaml")
         sweep.check_methods("goal", goal.ours + goal.peers)
+        assert goal.share is None or goal.share in sweep.thresholds
     with pytest.raises(RecipeError):
         sweep.check_methods("goal", ["no such method"])
 

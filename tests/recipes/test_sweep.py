@@ -19,6 +19,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("sklearn")
 
 import engine  # noqa: E402
+import finetune  # noqa: E402
 import sweep as harness  # noqa: E402
 import train as recipe  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
@@ -522,10 +523,12 @@ def test_the_sweeps_of_the_repository_can_be_built(path: Path):
         args = next(run_.args for run_ in plan if run_.method == name)
         wanted = (0.1, "never") if tuned else (0.0, "end")
         assert (args.dataset, args.val_fraction, args.test) == ("uoft-cs/cifar10", *wanted)
-        recipe.check_names(args)
-        data = type("Data", (), dict(config=dict(input_size=(3, 32, 32)), label_names=range(10)))
-        recipe.build_optimizer(args, recipe.build_model(args, data))
-        assert sweep.final_run(name, sweep.points(name)[0], 0).args.val_fraction == 0
+        if sweep.methods[name].get("recipe") != "finetune":  # that wants a trained net
+            recipe.check_names(args)
+            data = type("Data", (), dict(config=dict(input_size=(3, 32, 32)), label_names=range(10)))
+            recipe.build_optimizer(args, recipe.build_model(args, data))
+        held_back = sweep.phases["final"].get("val_fraction", 0)  # for the epochs to an accuracy
+        assert sweep.final_run(name, sweep.points(name)[0], 0).args.val_fraction == held_back
 
 
 @pytest.mark.parametrize(
@@ -535,6 +538,7 @@ def test_the_sweeps_of_the_repository_can_be_built(path: Path):
         (dict(methods={}), [], ["methods", "at least one"]),
         (dict(methods={"a": {"model": "mlp_cifa"}}, baseline=None), [], ["'a'", "'mlp_cifa'", "mlp_cifar"]),
         (dict(methods={"a": {"rate": 1}}, baseline=None), [], ["methods: a", "--rate=1"]),
+        (dict(methods={"a": {"recipe": "fit"}}, baseline=None), [], ["methods: a", "recipe 'fit'", "train, finetune"]),
         (dict(methods={"a": {"lr": 0}}, baseline=None, tune={}), [], ["methods: a", "--lr", "'0'"]),
         (dict(methods={"a": {"seed": 0}}, baseline=None), [], ["'seed'", "leave it out"]),
         (dict(methods={"a": dict(model="mlp_cifar", model_kwargs={"act": 1})}, baseline=None), [], ["'a'", "act=1"]),
@@ -584,6 +588,39 @@ def test_train_py_can_leave_the_test_set_out(tmp_path: Path, capsys):
 COMMITTED = sorted((ROOT / "recipes").rglob("*.jsonl"))
 
 
+def test_methods_may_be_runs_of_finetune_py(tmp_path: Path):
+    """A conversion of a trained net in the same sweep as a net from scratch; its run is finetune.py's alone."""
+    trained = tmp_path / "trained"
+    flags = ["--model", "mlp_cifar", "--model-kwargs", "width=16", "depth=2", "norm=layer", "--epochs", "1"]
+    assert recipe.main([*flags, "--output", str(trained), "--no-progress", "--no-plot"]) == 0
+    converted = dict(recipe="finetune", model=str(trained), model_kwargs={}, convert="affine", keep_head=True)
+    spec = tiny(
+        methods=dict(scratch=dict(model="mlp_cifar_affine"), converted=converted), baseline="scratch", seeds=[3]
+    )
+    spec["arguments"]["model_kwargs"] = {}
+    path = write(tmp_path, spec)
+    assert run(path) == 0
+    records = {(line["method"], line["phase"]): line for line in lines(path) if line["phase"] == "final"}
+    assert len(lines(path)) == 2 * (3 + 1)
+    record = records["converted", "final"]
+    assert record["arguments"]["recipe"] == "finetune" and record["arguments"]["convert"] == "affine"
+    assert "recipe" not in records["scratch", "final"]["arguments"]
+    for line in lines(path):
+        kept = harness.ledger_arguments(
+            harness.to_args(line["arguments"], "test"), "digits", line["arguments"].get("recipe", "train")
+        )
+        assert kept == line["arguments"]
+    alone = ["--convert", "affine", "--keep-head", "--epochs", "2", "--batch-size", "64", "--opt", "momentum"]
+    alone += ["--weight-decay", "0", "--lr", str(record["arguments"]["lr"]), "--seed", "3", "--test", "end"]
+    output = tmp_path / "alone"
+    assert finetune.main([*alone, "--model", str(trained), "--output", str(output), "--no-progress", "--no-plot"]) == 0
+    results = json.loads((output / "results.json").read_text())
+    assert results["test_loss"] == pytest.approx(record["metrics"]["test_loss"], rel=1e-5)
+    # At a rate of next to nothing the converted net is what was trained, and the other as it was made.
+    slow = {line["method"]: line["metrics"]["val_top1"] for line in lines(path) if line["arguments"]["lr"] == 0.0001}
+    assert slow["converted"] > slow["scratch"] + 0.2
+
+
 @pytest.mark.parametrize("ledger", COMMITTED, ids=lambda path: path.stem)
 def test_keys_of_finished_runs_stay_what_they_are(ledger: Path):
     """An argument that train.py gets later must not make a run that is done look like one that is missing."""
@@ -592,7 +629,7 @@ def test_keys_of_finished_runs_stay_what_they_are(ledger: Path):
     for record in records:
         arguments = dict(record["arguments"])
         args = harness.to_args(arguments, str(ledger))
-        kept = harness.ledger_arguments(args, arguments["dataset"])
+        kept = harness.ledger_arguments(args, arguments["dataset"], arguments.get("recipe", "train"))
         assert kept == arguments
         assert hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16] == record["key"]
 
