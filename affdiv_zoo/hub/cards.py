@@ -191,8 +191,11 @@ def _results(record: dict[str, Any]) -> str:
     if twin:
         values = [100 * run["test_top1"] for run in twin["runs"]]
         spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+        known = record.get("arguments", {}).get("model_kwargs", {})
+        own = [f"`{k}={v!r}`" for k, v in (twin.get("model_args") or {}).items() if known.get(k) != v]
+        name = f"`{twin['model']}`" + (f" with {', '.join(own)}" if own else "")
         lines.append(
-            f"| `{twin['model']}`, tuned and trained alike, {len(values)} seed{'s' * (len(values) > 1)} | "
+            f"| {name}, tuned and trained alike, {len(values)} seed{'s' * (len(values) > 1)} | "
             f"{statistics.fmean(values):.2f}{spread} % |"
         )
         if twin.get("difference") is not None:
