@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from timm.layers import GroupNorm, GroupNorm1, RmsNorm2d, create_classifier, get_act_layer
+from timm.layers import GroupNorm, GroupNorm1, RmsNorm2d
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models._features import feature_take_indices
-from timm.models._manipulate import checkpoint_seq
 
 from affdiv_zoo._checks import check_choice
 from affdiv_zoo.layers import PatchNormConv2d
 from affdiv_zoo.models._corrected import InitCorrected
+from affdiv_zoo.models._layered import LayeredNet, act_layer, check_size
 from affdiv_zoo.models.resnet import CIFAR10_MEAN, CIFAR10_STD
 from affdiv_zoo.types import Correction, Scale
 
@@ -48,7 +47,7 @@ class CnnLayer(nn.Module):
         return self.act(self.norm(self.conv(x)))
 
 
-class CnnNet(nn.Module):
+class CnnNet(LayeredNet):
     """A plain convolutional net, with timm's interface.
 
     3x3 convolutions of equal width; the first, the third and every other one after them has stride 2, up to a
@@ -89,109 +88,18 @@ class CnnNet(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("norm", norm, NORMS)
-        for name, value in (("width", width), ("depth", depth)):
-            if value < 1:
-                raise ValueError(f"{name}={value!r} must be 1 or more")
+        check_size(width, depth)
         if norm == "group" and width % GROUP_SIZE:
             raise ValueError(f"width={width!r} must be a multiple of {GROUP_SIZE} under norm='group'")
-        try:
-            act_layer = get_act_layer(act)
-        except KeyError:
-            raise ValueError(
-                f"act={act!r} is not an activation of timm's, such as 'relu', 'tanh' or 'leaky_relu'"
-            ) from None
+        make_act = act_layer(act)
         dd = {"device": device, "dtype": dtype}
-        self.num_classes, self.in_chans, self.num_features = num_classes, in_chans, width
-        self.grad_checkpointing = False
-
-        layers, self.feature_info, reduction = [], [], 1
+        layers, features, reduction = [], [], 1
         for i in range(depth):
             stride = 2 if i % 2 == 0 and reduction < 8 else 1
             reduction *= stride
-            layers.append(CnnLayer(width if i else in_chans, width, stride, norm, act_layer, **dd))
-            self.feature_info.append(dict(num_chs=width, reduction=reduction, module=f"layers.{i}"))
-        self.layers = nn.Sequential(*layers)
-        self.head_drop = nn.Dropout(drop_rate)
-        self.global_pool, self.head = create_classifier(width, num_classes, pool_type=global_pool, **dd)
-        self.head_hidden_size = width * self.global_pool.feat_mult()
-        self.init_weights()
-
-    @torch.jit.ignore
-    def init_weights(self) -> None:
-        """W ~ N(0, 1 / fan_in), b = 0, as in the corrected layers."""
-        for module in self.modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                nn.init.normal_(module.weight, std=module.weight[0].numel() ** -0.5)
-                nn.init.zeros_(module.bias)
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameters by depth, for layer-wise learning rates."""
-        return dict(stem=r"^layers\.0\.", blocks=r"^layers\.(\d+)")
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute every layer in the backward pass."""
-        self.grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        """The last layer."""
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh classifier; the pooling stays as it is if ``global_pool`` is None."""
-        self.num_classes = num_classes
-        pool = self.global_pool.pool_type if global_pool is None else global_pool
-        like = self.layers[0].conv.weight
-        self.global_pool, self.head = create_classifier(
-            self.num_features, num_classes, pool_type=pool, device=like.device, dtype=like.dtype
-        )
-        self.global_pool.train(self.training)
-        self.head.train(self.training)
-
-    def forward_intermediates(
-        self,
-        x: torch.Tensor,
-        indices: int | list[int] | None = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]]:
-        """The outputs of the chosen layers, and of the last; arguments as in timm's models."""
-        assert output_fmt == "NCHW", "Output shape must be NCHW."
-        take, last = feature_take_indices(len(self.layers), indices)
-        intermediates = []
-        for i, layer in enumerate(self.layers[: last + 1] if stop_early else self.layers):
-            x = checkpoint_seq([layer], x) if self.grad_checkpointing and not torch.jit.is_scripting() else layer(x)
-            if i in take:
-                intermediates.append(x)
-        return intermediates if intermediates_only else (x, intermediates)
-
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drops the layers behind the last chosen one; arguments as in timm's models."""
-        take, last = feature_take_indices(len(self.layers), indices)
-        self.layers = self.layers[: last + 1]
-        if prune_head:
-            self.reset_classifier(0, "")
-        return take
-
-    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
-        """The last layer's output."""
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            return checkpoint_seq(self.layers, x)
-        return self.layers(x)
-
-    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
-        """Pooling and classifier."""
-        x = self.head_drop(self.global_pool(x))
-        return x if pre_logits else self.head(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forward_head(self.forward_features(x))
+            layers.append(CnnLayer(width if i else in_chans, width, stride, norm, make_act, **dd))
+            features.append(dict(num_chs=width, reduction=reduction, module=f"layers.{i}"))
+        self._build(layers, nn.Identity(), features, num_classes, in_chans, global_pool, drop_rate, **dd)
 
 
 class PatchNormCnnNet(InitCorrected, CnnNet):

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from timm.layers import create_classifier, get_act_layer
 from timm.layers.trace_utils import _assert
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models._features import feature_take_indices
-from timm.models._manipulate import adapt_input_conv, checkpoint_seq
+from timm.models._manipulate import adapt_input_conv
 
 from affdiv_zoo._checks import check_choice
 from affdiv_zoo.layers import RadialActivation
 from affdiv_zoo.models._corrected import InitCorrected, correct_linear
+from affdiv_zoo.models._layered import LayeredNet, act_layer, check_size
 from affdiv_zoo.models._released import released_cfgs, warn_of_other_map
 from affdiv_zoo.models.resnet import CIFAR10_MEAN, CIFAR10_STD
 from affdiv_zoo.types import Correction, Scale
@@ -54,7 +53,7 @@ class MlpLayer(nn.Module):
         return self.drop(self.act(self.fc(self.norm(x))))
 
 
-class MlpNet(nn.Module):
+class MlpNet(LayeredNet):
     """A fully connected net on the flattened image, with timm's interface.
 
     Args:
@@ -95,119 +94,25 @@ class MlpNet(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("norm", norm, ("none", "batch", "layer", "rms", "l2"))
-        for name, value in (("width", width), ("depth", depth)):
-            if value < 1:
-                raise ValueError(f"{name}={value!r} must be 1 or more")
-        try:
-            act_layer = get_act_layer(act)
-        except KeyError:
-            raise ValueError(
-                f"act={act!r} is not an activation of timm's, such as 'tanh', 'leaky_relu' or 'gelu'"
-            ) from None
+        check_size(width, depth)
+        make_act = act_layer(act)
         dd = {"device": device, "dtype": dtype}
         self.img_size = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
-        self.in_chans, self.num_classes, self.num_features = in_chans, num_classes, width
-        self.grad_checkpointing = False
-
         sizes = [in_chans * self.img_size[0] * self.img_size[1]] + [width] * depth
-        self.layers = nn.Sequential(*[MlpLayer(n, width, norm, act_layer, proj_drop_rate, **dd) for n in sizes[:-1]])
+        layers = [MlpLayer(n, width, norm, make_act, proj_drop_rate, **dd) for n in sizes[:-1]]
         reduction = max(self.img_size)
-        self.feature_info = [dict(num_chs=width, reduction=reduction, module=f"layers.{i}") for i in range(depth)]
-        self.norm = _norm(norm, width, **dd)
-        self.head_drop = nn.Dropout(drop_rate)
-        self.global_pool, self.head = create_classifier(width, num_classes, pool_type=global_pool, **dd)
-        self.head_hidden_size = width * self.global_pool.feat_mult()
-        self.init_weights()
+        features = [dict(num_chs=width, reduction=reduction, module=f"layers.{i}") for i in range(depth)]
+        self._build(layers, _norm(norm, width, **dd), features, num_classes, in_chans, global_pool, drop_rate, **dd)
 
-    @torch.jit.ignore
-    def init_weights(self) -> None:
-        """W ~ N(0, 1 / fan_in), b = 0, as in the corrected layers."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
-                nn.init.zeros_(module.bias)
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameters by depth, for layer-wise learning rates."""
-        return dict(stem=r"^layers\.0\.", blocks=[(r"^layers\.(\d+)", None), (r"^norm", (99999,))])
-
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute every layer in the backward pass."""
-        self.grad_checkpointing = enable
-
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        """The last layer."""
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A fresh classifier; the pooling stays as it is if ``global_pool`` is None."""
-        self.num_classes = num_classes
-        pool = self.global_pool.pool_type if global_pool is None else global_pool
-        like = self.layers[0].fc.weight
-        self.global_pool, self.head = create_classifier(
-            self.num_features, num_classes, pool_type=pool, device=like.device, dtype=like.dtype
-        )
-        self.global_pool.train(self.training)
-        self.head.train(self.training)
-
-    def forward_intermediates(
-        self,
-        x: torch.Tensor,
-        indices: int | list[int] | None = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ) -> list[torch.Tensor] | tuple[torch.Tensor, list[torch.Tensor]]:
-        """The outputs of the chosen layers, and of the last; arguments as in timm's models."""
-        assert output_fmt == "NCHW", "Output shape must be NCHW."
-        take, last = feature_take_indices(len(self.layers), indices)
-        x = self._flatten(x)
-        intermediates = []
-        for i, layer in enumerate(self.layers[: last + 1] if stop_early else self.layers):
-            x = checkpoint_seq([layer], x) if self.grad_checkpointing and not torch.jit.is_scripting() else layer(x)
-            if i in take:
-                intermediates.append((self.norm(x) if norm else x)[:, :, None, None])
-        return intermediates if intermediates_only else (self.norm(x)[:, :, None, None], intermediates)
-
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Drops the layers behind the last chosen one; arguments as in timm's models."""
-        take, last = feature_take_indices(len(self.layers), indices)
-        self.layers = self.layers[: last + 1]
-        if prune_norm:
-            self.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, "")
-        return take
-
-    def _flatten(self, x: torch.Tensor) -> torch.Tensor:
+    def _prepare(self, x: torch.Tensor) -> torch.Tensor:
         _assert(
             x.shape[2] == self.img_size[0], f"Input height ({x.shape[2]}) doesn't match model ({self.img_size[0]})."
         )
         _assert(x.shape[3] == self.img_size[1], f"Input width ({x.shape[3]}) doesn't match model ({self.img_size[1]}).")
         return x.flatten(1)
 
-    def forward_features(self, x: torch.Tensor) -> torch.Tensor:
-        """``(batch, width, 1, 1)``."""
-        x = self._flatten(x)
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq(self.layers, x)
-        else:
-            x = self.layers(x)
-        return self.norm(x)[:, :, None, None]
-
-    def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
-        """Pooling and classifier."""
-        x = self.head_drop(self.global_pool(x))
-        return x if pre_logits else self.head(x)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forward_head(self.forward_features(x))
+    def _as_map(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, None, None]
 
 
 class AffineMlpNet(InitCorrected, MlpNet):
