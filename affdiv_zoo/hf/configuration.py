@@ -37,7 +37,7 @@ class AffDivConfig(BackboneConfigMixin, TimmWrapperConfig):
         **kwargs: As in ``transformers.PreTrainedConfig``.
 
     Raises:
-        ValueError: timm has no such architecture.
+        ValueError: timm has no such architecture, or the architecture no such tag.
     """
 
     model_type = MODEL_TYPE
@@ -53,6 +53,12 @@ class AffDivConfig(BackboneConfigMixin, TimmWrapperConfig):
             close = difflib.get_close_matches(name, timm.list_models(), 3)
             hint = f"did you mean {' or '.join(close)}?" if close else "a newer affdiv-zoo or timm may have it"
             raise ValueError(f"architecture={self.architecture!r} is no timm model: {hint}")
+        try:
+            cfg = timm.get_pretrained_cfg(self.architecture)
+        except RuntimeError as error:  # timm's for an unknown tag
+            tags = [full.split(".", 1)[1] for full in timm.list_pretrained(name) if full.split(".")[0] == name]
+            hint = f"its tags are {', '.join(tags)}" if tags else f"there are none; write {name!r}"
+            raise ValueError(f"architecture={self.architecture!r} has an unknown tag: {hint}") from error
         self.model_args = dict(self.model_args or {})
         num_classes = self.model_args.pop("num_classes", None)  # timm's own copy: the labels tell
         if self.pretrained_cfg is None:
@@ -61,7 +67,6 @@ class AffDivConfig(BackboneConfigMixin, TimmWrapperConfig):
         label_names = kwargs.pop("label_names", None)
         if kwargs.get("num_labels") is None:
             if num_classes is None:
-                cfg = timm.get_pretrained_cfg(self.architecture)
                 num_classes = cfg.num_classes if cfg else None
             kwargs["num_labels"] = num_classes
         if self.id2label is not None:

@@ -174,6 +174,10 @@ def test_labels_follow_the_classifier(tmp_path):
 def test_mistakes_are_named(tmp_path):
     with pytest.raises(ValueError, match="architecture='resnet20_cifar_pachnorm'.*resnet20_cifar_patchnorm"):
         AffDivConfig(architecture="resnet20_cifar_pachnorm")
+    with pytest.raises(ValueError, match="'resnet20_cifar_patchnorm.cifar' has an unknown tag: its tags are cifar10"):
+        AffDivConfig(architecture="resnet20_cifar_patchnorm.cifar")
+    with pytest.raises(ValueError, match="unknown tag: there are none; write 'resnet18_patchnorm'"):
+        AffDivConfig(architecture="resnet18_patchnorm.a1_in1k")
     with pytest.raises(ValueError, match="no 'architecture'"):
         complete_config({"model_type": "vit"})
     with pytest.raises(FileNotFoundError, match="no config.json"):
