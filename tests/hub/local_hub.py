@@ -275,6 +275,8 @@ class Handler(BaseHTTPRequestHandler):
         cut = self.fault.cut_answer if self.fault else None
         if cut == 0:
             raise ConnectionAbortedError  # not even a status
+        if cut is None:  # before the answer: whoever has read that may look here at once
+            self.server.log.append((self.command, self.path, status))
         self.send_response(status)
         for key, value in {"Content-Type": "application/json", **(headers or {}), "Content-Length": len(body)}.items():
             if value is not None:
@@ -284,7 +286,6 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[:cut])
         if cut is not None:
             raise ConnectionAbortedError
-        self.server.log.append((self.command, self.path, status))
 
     def alter(self, data: bytes) -> bytes:
         return self.fault.alter(data) if self.fault else data
