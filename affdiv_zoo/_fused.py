@@ -32,12 +32,12 @@ def usable() -> bool:
     )
 
 
-def backward_is_traced(g: Tensor) -> bool:
+def backward_is_traced(*grads: Tensor) -> bool:
     """Whether a backward pass is itself differentiated, or batched: it then wants plain operations."""
     return (
         torch.is_grad_enabled()
         or torch._C._are_functorch_transforms_active()
-        or torch._C._functorch.is_legacy_batchedtensor(g)  # is_grads_batched=True
+        or any(torch._C._functorch.is_legacy_batchedtensor(g) for g in grads)  # is_grads_batched=True
     )
 
 
@@ -207,8 +207,11 @@ class PatchNormConv(torch.autograd.Function):
         backward = torch.ops.aten.convolution_backward
         if correction == "gradient":
             gx = backward(g, x, w, *geometry, [need_x, False, False])[0]
-            g = (g * _plain.per_channel(r.square(), out)).to(g.dtype)
-            _, gw, gb = backward(g, x, w, *geometry, [False, need_w, need_b])
+            # r^2 may underflow, r^2 / SHRINK does not.
+            g = (g * _plain.per_channel((r / SHRINK**0.5).square(), out)).to(g.dtype)
+            _, gw, gb = (
+                t if t is None else t.mul_(SHRINK) for t in backward(g, x, w, *geometry, [False, need_w, need_b])
+            )
         else:
             if need_x:
                 # <g, z> of the z that was divided: what was added to it since is taken off again.

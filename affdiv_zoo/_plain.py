@@ -25,12 +25,13 @@ def corrected_linear(
     shrunk = sum_of_squares(x, -1)
     plus = floor(correction, bias is not None, eps)
     if correction == "gradient":
-        x = x.to(input.dtype)
-        return scale_param_grads(
-            F.linear(x, weight.detach(), None if bias is None else bias.detach()),
-            F.linear(x.detach(), weight, bias),
-            inverse_norm(shrunk, plus).square(),
-        )
+        # The parameters' gradients want 1 / ||x||^2, which half types cannot hold: half of it comes with x.
+        r = inverse_norm(shrunk, plus).detach()
+        for_params = F.linear((x.detach() * r).to(input.dtype), weight)
+        if bias is not None:
+            for_params = for_params + r.to(input.dtype) * bias
+        z = F.linear(x.to(input.dtype), weight.detach(), None if bias is None else bias.detach())
+        return scale_param_grads(z, for_params, r)
     sr = inverse_norm(shrunk, plus) * length_scale(correction, bias is not None, scale, weight.shape[1])
     # Dividing x and not W x + b: half types cannot overflow in the product, and x is usually the smaller of the two.
     if correction == "norm" or bias is None:
@@ -66,10 +67,13 @@ def patch_norm_conv(
         shrunk, mean = patch_moments(x, weight.shape[2:], stride, padding, dilation, groups, center)
         plus = floor(correction, bias is not None, eps)
         if correction == "gradient":
+            # r^2 may underflow, r^2 / SHRINK does not: the rest of the factor comes with the parameters.
+            r2 = (inverse_norm(shrunk, plus) / math.sqrt(shrink())).square()
+            b = None if bias is None else bias * shrink()
             z = scale_param_grads(
                 conv(x, weight.detach(), None if bias is None else bias.detach(), stride, padding, dilation, groups),
-                conv(x.detach(), weight, bias, stride, padding, dilation, groups),
-                per_channel(inverse_norm(shrunk, plus).square(), out),
+                conv(x.detach(), weight * shrink(), b, stride, padding, dilation, groups),
+                per_channel(r2, out),
             )
         else:
             n = weight.shape[1] * weight[0, 0].numel()
@@ -122,8 +126,11 @@ def floor(correction: str, bias: bool, eps: float) -> float:
 
 
 def inverse_norm(shrunk: Tensor, plus: float) -> Tensor:
-    """1 / sqrt(||x||^2 + plus), from ||x||^2 times :func:`shrink`."""
-    return torch.rsqrt(shrunk + shrink() * plus) * math.sqrt(shrink())
+    """1 / sqrt(||x||^2 + plus), from ||x||^2 times :func:`shrink`.
+
+    Not by rsqrt, whose derivative takes the cube of the shrunk norm's inverse, beyond float32 where x is zero.
+    """
+    return math.sqrt(shrink()) / torch.sqrt(shrunk + shrink() * plus)
 
 
 def length_scale(correction: str, bias: bool, scale: str, n: int) -> float:
@@ -329,10 +336,36 @@ def corrected_qkv(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`affdiv_zoo.functional.corrected_qkv`."""
-    qkv = attention_projections(x, weight, bias, attention, correction, center, scale, eps)
-    q, k, v = qkv.unflatten(-1, [3, heads, -1]).transpose(1, 3).unbind(2)
-    q, k = rescale_qk(x, q, k, temperature, attention, bias is not None, center, eps)
-    return q, k, v
+    t = temperature.view(-1, 1, 1)
+    if attention == "projection":
+        q, k, v = split_heads(corrected_linear(x, weight, bias, correction, center, scale, eps), 3, heads)
+        return (q * t).to(q.dtype), k, v
+    plain = weight.shape[0] // 3 * 2
+    qk_bias, v_bias = (None, None) if bias is None else (bias[:plain], bias[plain:])
+    q, k = split_heads(constantly_divided_linear(x, weight[:plain], qk_bias, center, eps), 2, heads)
+    (v,) = split_heads(corrected_linear(x, weight[plain:], v_bias, correction, center, scale, eps), 1, heads)
+    a, b = inverse_root_length(q.detach(), eps), inverse_root_length(k.detach(), eps)
+    return (q * (a * t)).to(q.dtype), (k * b).to(k.dtype), v
+
+
+def split_heads(x: Tensor, parts: int, heads: int) -> tuple[Tensor, ...]:
+    """``(batch, tokens, parts * heads * head_dim)`` to ``parts`` of ``(batch, heads, tokens, head_dim)``."""
+    return x.unflatten(-1, [parts, heads, -1]).transpose(1, 3).unbind(2)
+
+
+def constantly_divided_linear(x: Tensor, weight: Tensor, bias: Tensor | None, center: bool, eps: float) -> Tensor:
+    """(W x + b) / s, whose s is a constant in the backward pass; x is divided, which half types can hold."""
+    wide = widen(x)
+    if center:
+        wide = wide - wide.mean(-1, keepdim=True)
+    r = inverse_norm(sum_of_squares(wide.detach(), -1), 1.0 if bias is not None else eps)
+    z = F.linear((wide * r).to(x.dtype), weight)
+    return z if bias is None else z + r.to(x.dtype) * bias
+
+
+def inverse_root_length(q: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(sqrt 2 ||q||) of every head's q / s. Not differentiable, hence in place."""
+    return (widen(q).square().sum(-1, keepdim=True)).add_(eps).rsqrt_().sqrt_().mul_(0.5**0.25)
 
 
 def attention_projections(

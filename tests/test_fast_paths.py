@@ -213,6 +213,14 @@ def test_batched_backward():
         one_by_one = [torch.autograd.grad(z, (x, layer.weight), g[i], retain_graph=True) for i in range(3)]
         torch.testing.assert_close(list(together), [torch.stack(parts) for parts in zip(*one_by_one, strict=True)])
 
+    x, w, t = torch.randn(2, 5, 4, requires_grad=True), torch.randn(12, 4, requires_grad=True), torch.ones(2)
+    qkv = functional.corrected_qkv(x, w, None, t)
+    for part in qkv:  # alone: the others' gradients are absent
+        g = torch.randn(3, *part.shape)
+        together = torch.autograd.grad(part, (x, w), g, is_grads_batched=True, retain_graph=True)
+        one_by_one = [torch.autograd.grad(part, (x, w), g[i], retain_graph=True) for i in range(3)]
+        torch.testing.assert_close(list(together), [torch.stack(parts) for parts in zip(*one_by_one, strict=True)])
+
 
 def test_a_residual_of_another_shape_or_type_is_refused():
     x, w = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3)

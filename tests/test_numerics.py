@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from affdiv_zoo.functional import corrected_linear, patch_norm_conv, patch_sqnorm
+from affdiv_zoo import _fused
+from affdiv_zoo.functional import corrected_linear, corrected_qkv, patch_norm_conv, patch_sqnorm, radial_map
 
 HALF_MAX, HALF_SUBNORMAL = 65504.0, 6e-8
 SIZES = {
@@ -43,7 +44,15 @@ def check(got, expected, magnitude, dtype):
     assert (error <= bound).all(), f"{float((error / bound).max()) * ULPS:.1f} ulp"
 
 
-LINEAR_CASES = [
+@pytest.fixture(params=("node", "plain"))
+def path(request, monkeypatch):
+    """Both ways to compute a map: its own autograd node, and torch operations as under torch.compile."""
+    if request.param == "plain":
+        monkeypatch.setattr(_fused, "usable", lambda: False)
+    return request.param
+
+
+CORRECTED_CASES = [
     (*case, correction)
     for case in CASES
     for correction in ("affine", "norm", "gradient")
@@ -52,8 +61,8 @@ LINEAR_CASES = [
 
 
 @pytest.mark.parametrize("center", (False, True))
-@pytest.mark.parametrize(("dtype", "size", "correction"), LINEAR_CASES)
-def test_linear(dtype, size, center, correction):
+@pytest.mark.parametrize(("dtype", "size", "correction"), CORRECTED_CASES)
+def test_linear(dtype, size, center, correction, path):
     n, scale = 384, "rms"
     x = inputs((6, n), dtype, size).requires_grad_()
     w = (torch.randn(5, n) / n**0.5).to(dtype).requires_grad_()
@@ -91,10 +100,9 @@ def test_linear(dtype, size, center, correction):
     check(grads[2], (gu if inside else G).sum(0), (gu if inside else G).abs().sum(0), dtype)
 
 
-@pytest.mark.parametrize("correction", ("affine", "norm"))
 @pytest.mark.parametrize("center", (False, True))
-@pytest.mark.parametrize(("dtype", "size"), CASES)
-def test_convolution(dtype, size, center, correction):
+@pytest.mark.parametrize(("dtype", "size", "correction"), CORRECTED_CASES)
+def test_convolution(dtype, size, center, correction, path):
     channels, n = 64, 576
     x = inputs((2, channels, 6, 5), dtype, size).requires_grad_()
     w = (torch.randn(4, channels, 3, 3) / n**0.5).to(dtype).requires_grad_()
@@ -108,34 +116,100 @@ def test_convolution(dtype, size, center, correction):
     mean = F.conv2d(X, box, padding=1) / n
     patches = F.unfold(X, 3, padding=1)
     patches = patches - center * patches.mean(1, keepdim=True)
-    q = patches.square().sum(1).view(2, 1, 6, 5) + (1.0 if correction == "affine" else 1e-6)
+    q = patches.square().sum(1).view(2, 1, 6, 5) + (1e-6 if correction == "norm" else 1.0)
     r, inside = q.rsqrt(), correction == "affine"
     s = (n + inside) ** 0.5
     rows_mean = W.mean((1, 2, 3), keepdim=True)
     Wc = W - center * rows_mean
     aW = W.abs() + center * W.abs().mean((1, 2, 3), keepdim=True)
     B4 = B.view(1, -1, 1, 1)
+    back = lambda t, kernel: F.conv_transpose2d(t, kernel, padding=1)  # noqa: E731
+    unfolded, absolute = F.unfold(X, 3, padding=1), F.unfold(X.abs(), 3, padding=1)
+
+    def check_weight_grad(got, scaled):
+        gw = torch.einsum("bop,bnp->on", scaled.flatten(2), unfolded).view_as(W)
+        size_gw = torch.einsum("bop,bnp->on", scaled.abs().flatten(2), absolute).view_as(W)
+        if center:
+            gw, size_gw = gw - gw.mean((1, 2, 3), keepdim=True), size_gw + size_gw.mean((1, 2, 3), keepdim=True)
+        check(got, gw, size_gw, dtype)
+
+    if correction == "gradient":
+        check(z, F.conv2d(X, Wc, padding=1) + B4, F.conv2d(X.abs(), aW, padding=1) + B4.abs(), dtype)
+        check(grads[0], back(G, Wc), back(G.abs(), aW), dtype)
+        check_weight_grad(grads[1], G / q)
+        # Centred, the divisor is accurate to the spread's share of the input.
+        condition = 2 * (absolute + absolute.mean(1, keepdim=True)).square().sum(1).view_as(q) / q if center else 1.0
+        check(grads[2], (G / q).sum((0, 2, 3)), (G.abs() / q * (1 + condition)).sum((0, 2, 3)), dtype)
+        return
     divided = s * r * (F.conv2d(X, Wc, padding=1) + B4 * inside)
     size_divided = s * r * (F.conv2d(X.abs(), aW, padding=1) + B4.abs() * inside)
     check(z, divided + B4 * (not inside), size_divided + B4.abs() * (not inside), dtype)
     gu, dot, size_dot = s * r * G, (G * divided).sum(1, keepdim=True), (G.abs() * size_divided).sum(1, keepdim=True)
-    back = lambda t, kernel: F.conv_transpose2d(t, kernel, padding=1)  # noqa: E731
     one = torch.ones(1, 1, 3, 3, dtype=torch.float64)
     gx = back(gu, Wc) - X * back(r * r * dot, one) + center * back(r * r * dot * mean, one)
     a_mean = F.conv2d(X.abs(), box, padding=1) / n
     size_gx = back(gu.abs(), aW) + X.abs() * back(r * r * size_dot, one) + center * back(r * r * size_dot * a_mean, one)
     check(grads[0], gx, size_gx, dtype)
-    unfolded, absolute = F.unfold(X, 3, padding=1), F.unfold(X.abs(), 3, padding=1)
-    gw = torch.einsum("bop,bnp->on", gu.flatten(2), unfolded).view_as(W)
-    size_gw = torch.einsum("bop,bnp->on", gu.abs().flatten(2), absolute).view_as(W)
-    if center:
-        gw, size_gw = gw - gw.mean((1, 2, 3), keepdim=True), size_gw + size_gw.mean((1, 2, 3), keepdim=True)
-    check(grads[1], gw, size_gw, dtype)
+    check_weight_grad(grads[1], gu)
     # Centred, the divisor itself is accurate to the spread's share of the input.
     a_patches = F.unfold(X.abs(), 3, padding=1) + center * a_mean.flatten(2)
     condition = (a_patches.square().sum(1).view(2, 1, 6, 5) / q).sqrt() if inside else 1.0
     gb, size_gb = (gu, gu.abs() * (1 + condition)) if inside else (G, G.abs())
     check(grads[2], gb.sum((0, 2, 3)), size_gb.sum((0, 2, 3)), dtype)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float32))
+def test_gradient_corrected_weights_take_the_whole_step_where_the_squared_norm_leaves_half_types(dtype, path):
+    """||x||^2 = 3e7: its inverse is subnormal in float16, and was 24 % off when it was multiplied with first."""
+    n = 384
+    x, w = torch.full((2, n), 300.0).to(dtype), torch.zeros(3, n, dtype=dtype, requires_grad=True)
+    corrected_linear(x, w, None, correction="gradient").sum().backward()
+    assert torch.allclose(w.grad.float(), torch.tensor(2 / (300.0 * n)), rtol=0.02)
+
+
+@pytest.mark.parametrize("size", (0.0, 1e-30, 1e-6))
+@pytest.mark.parametrize("eps", (1e-6, 1e-12, 1e-16))
+def test_gradients_are_finite_beside_a_tiny_eps(size, eps, path):
+    x = (torch.randn(2, 8, 4, 4) * size).requires_grad_()
+    conv, linear = torch.randn(3, 8, 3, 3), torch.randn(3, 4)
+    outputs = [
+        patch_norm_conv(x, conv, None, padding=1, eps=eps),
+        corrected_linear(x, linear, None, correction="norm", eps=eps),
+        radial_map(x, "l2", eps=eps),
+    ]
+    if size == 1e-6 and eps < 1e-12:  # beside which eps is nothing: lengths are one
+        torch.testing.assert_close(outputs[2].norm(dim=-1), torch.ones(2, 8, 4), rtol=1e-3, atol=0)
+    for z in outputs:
+        assert torch.isfinite(torch.autograd.grad(z.sum(), x)[0]).all()
+
+
+QKV_CASES = [case for case in CASES if case[0] != torch.float64]
+
+
+@pytest.mark.parametrize("bias", (False, True))
+@pytest.mark.parametrize("attention", ("projection", "separable"))
+@pytest.mark.parametrize(("dtype", "size"), QKV_CASES)
+def test_queries_keys_and_values(dtype, size, attention, bias, path):
+    """Against the same in float64, whose inputs and parameters are the rounded ones."""
+    n, heads = 64, 2
+    x = inputs((2, 5, n), dtype, size)
+    w, b = (torch.randn(3 * n, n) / n**0.5).to(dtype), torch.randn(3 * n).to(dtype) if bias else None
+    t = torch.full((heads,), (2 * n) ** 0.5).to(dtype)
+
+    def run(dtype):
+        tensors = [p if p is None else p.to(dtype).requires_grad_() for p in (x, w, b, t)]
+        qkv = corrected_qkv(*tensors, attention, scale="rms")
+        gs = [torch.linspace(-1, 1, n // heads).to(dtype).expand_as(part) for part in qkv]
+        return qkv, torch.autograd.grad(qkv, [p for p in tensors if p is not None], gs)
+
+    (got, grads), (expected, expected_grads) = run(dtype), run(torch.float64)
+    rtol = 64 * torch.finfo(dtype).eps  # of the largest: entries are sums of terms of both signs
+    for a, e in zip((*got, *grads), (*expected, *expected_grads), strict=True):
+        assert a.dtype == dtype
+        assert not a.isnan().any()
+        if float(e.abs().max()) < torch.finfo(dtype).max:  # zero tokens' own gradient, 1e3 g without a bias, may not be
+            bound = rtol * float(e.abs().max()) + 16 * torch.finfo(dtype).smallest_normal
+            assert float((a.double() - e).abs().max()) <= bound
 
 
 @pytest.mark.parametrize("center", (False, True))
