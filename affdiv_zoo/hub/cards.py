@@ -199,10 +199,14 @@ def _results(record: dict[str, Any]) -> str:
             f"{statistics.fmean(values):.2f}{spread} % |"
         )
         if twin.get("difference") is not None:
-            lines.append(
-                f"| difference, paired by seed, with its 95 % interval | {100 * twin['difference']:+.2f} "
-                f"[{100 * twin['low']:+.2f}, {100 * twin['high']:+.2f}] points |"
-            )
+            difference = f"{100 * twin['difference']:+.2f}"
+            if twin["low"] is None:
+                lines.append(f"| difference, a single pair: without an interval | {difference} points |")
+            else:
+                lines.append(
+                    f"| difference, paired by seed, with its 95 % interval | {difference} "
+                    f"[{100 * twin['low']:+.2f}, {100 * twin['high']:+.2f}] points |"
+                )
     if runs:
         lines += ["", "The weights are those of the first seed; no run was chosen by its test accuracy."]
     return "\n".join(lines)
